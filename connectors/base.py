@@ -1,0 +1,231 @@
+"""The connector contract: a scheduler side that decides, a worker side that moves bytes.
+
+        scheduler process                                  worker process
+    +-----------------------+    Transfer (plain data)   +------------------+
+    | TierScheduler         | -------------------------> | TierWorker       |
+    |  lookup, plan_load,   |                            |  submit, poll    |
+    |  plan_store, complete | <------------------------- |                  |
+    +-----------------------+      TransferResult        +------------------+
+
+In one process both sides are held by a `Connector`. Rules, tested for every connector by
+`kvcache.connectors.testing`:
+
+* `lookup` is idempotent and memoised; it pins what it promises until `plan_load` takes it over,
+  a new `lookup` of the same request replaces it, or `release` drops it.
+* A load or store is a list of (group, page) items; its result says for each item whether the right
+  bytes are there. A failed item is never a wrong byte and never an exception in the engine.
+* Every transfer has a deadline. If it passes while bytes may still be moving, the worker reports
+  the transfer once as `late` (no item ok); its pages and slots stay out of use until the final
+  result arrives. If nothing moves (still queued), the worker ends it at once: final, not ok.
+* A stored key is visible to `lookup` only after `complete` saw the store's good result.
+* `complete` and `release` ignore, and count, ids that they do not know.
+* No call blocks longer than an index operation takes; only `close` waits, with a timeout.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core.manager import KEYED_DTYPE
+
+__all__ = [
+    "KEYED_DTYPE",
+    "QUEUE_FULL",
+    "Connector",
+    "Direction",
+    "KeyedPages",
+    "PageRegion",
+    "RequestKeys",
+    "TierScheduler",
+    "TierStats",
+    "TierWorker",
+    "Transfer",
+    "TransferResult",
+    "failed",
+]
+
+
+class RequestKeys(NamedTuple):
+    """The keys of one request, as a tier looks them up. The arrays are views, valid in the call."""
+
+    request: int
+    namespace: bytes
+    """32 bytes: zeros for native keys, the digest of the root fields for foreign ones."""
+    digests: Sequence[NDArray[np.uint8]]
+    """For each group `[n, 32]`: attention one row per full block, recurrent one per grid point."""
+
+
+class KeyedPages(NamedTuple):
+    """Pages with their keys: what a load fills or a store reads."""
+
+    items: NDArray[np.void]
+    """`[n]` of `KEYED_DTYPE`; `ns` indexes `namespaces`."""
+    namespaces: Sequence[bytes]
+
+
+class Direction(Enum):
+    """Which way the bytes go."""
+
+    LOAD = "load"
+    """From the tier into device pages."""
+    STORE = "store"
+    """From device pages into the tier."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """A plan that a scheduler side made and a worker side executes. Plain data."""
+
+    id: int
+    direction: Direction
+    groups: NDArray[np.int32]
+    pages: NDArray[np.int32]
+    slots: NDArray[np.int64]
+    """Where the bytes lie in the tier; what a number means is the connector's own affair."""
+    deadline_seconds: float
+    """Seconds after `submit` at which the transfer counts as late."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferResult:
+    """What became of a transfer. `late` results are followed by exactly one final result."""
+
+    id: int
+    direction: Direction
+    ok: NDArray[np.uint8]
+    """`[n]`: 1 where the item's bytes are right and complete."""
+    late: bool = False
+    error: str = ""
+    """`Kind: what happened`, empty if all is well. Counted by kind."""
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+QUEUE_FULL = "QueueFull"
+"""Kind of error of a transfer that a full queue refused; its pages count as dropped."""
+
+
+def failed(transfer: Transfer, error: str) -> TransferResult:
+    """The final result of a transfer of which no item is good. `error`: `Kind: what happened`."""
+    return TransferResult(
+        transfer.id, transfer.direction, np.zeros(len(transfer.pages), np.uint8), error=error
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PageRegion:
+    """Memory of one group's pages: page p lies at `address + p * page_bytes`. Not owned."""
+
+    address: int
+    page_bytes: int
+    pages: int
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Counters since the start, and the present fill."""
+
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    pinned_pages: int = 0
+    stored_pages: int = 0
+    loaded_pages: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    store_seconds: float = 0.0
+    load_seconds: float = 0.0
+    evicted_pages: int = 0
+    dropped_store_pages: int = 0
+    """Not stored: tier full of pinned pages, or the queue was full."""
+    failed_pages: int = 0
+    late_transfers: int = 0
+    unknown_ids: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+    """Transfers that ended with an error, by its kind."""
+
+
+class TierScheduler(ABC):
+    """The side that decides. Called by the scheduler's thread only."""
+
+    @abstractmethod
+    def lookup(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:
+        """For each group, 1 where the tier holds the key; None: not known yet, ask again.
+
+        Pins what it reports until `plan_load`, the next `lookup` of the request, or `release`.
+        At most 0.2 ms at 1M tokens when repeated without a change.
+        """
+
+    @abstractmethod
+    def plan_load(self, request: int, wanted: KeyedPages) -> Transfer:
+        """A load of keys that the last `lookup` of `request` reported, into the given pages.
+
+        The pins go over to the transfer; other pins of the request are dropped. A key that the
+        tier does not hold makes its item fail in the result (slot -1), not the call.
+        """
+
+    @abstractmethod
+    def plan_store(self, pages: KeyedPages) -> tuple[Transfer, NDArray[np.int64]] | None:
+        """A store of those pages that the tier does not hold yet and has room for.
+
+        Returns the transfer and the indices into `pages` that it covers, or None where nothing is
+        to be stored. The caller holds a reference on each page until the final result.
+        """
+
+    @abstractmethod
+    def complete(self, result: TransferResult) -> None:
+        """Takes a result: publishes good stores, ends pins. Unknown ids are counted and ignored."""
+
+    @abstractmethod
+    def release(self, request: int) -> None:
+        """Drops what `lookup` pinned for a request that ended, was aborted, or needs no load."""
+
+    @abstractmethod
+    def stats(self) -> TierStats:
+        """Counters. O(groups)."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `InvariantError` on a broken invariant. O(pages)."""
+
+
+class TierWorker(ABC):
+    """The side that moves bytes. `submit` and `poll` are called by one thread, never block."""
+
+    @abstractmethod
+    def register(self, regions: Sequence[PageRegion]) -> None:
+        """Names the device pages of each group. Once, before the first `submit`."""
+
+    @abstractmethod
+    def submit(self, transfer: Transfer) -> bool:
+        """Queues a transfer. False: the queue is full, nothing was taken.
+
+        A store must be submitted after the step that wrote its pages has ended.
+        """
+
+    @abstractmethod
+    def poll(self) -> list[TransferResult]:
+        """Results that arrived since the last call, late ones included."""
+
+    @abstractmethod
+    def wait(self, timeout_seconds: float) -> bool:
+        """Block until `poll` would return something or the time is over. For idle engines."""
+
+    @abstractmethod
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """Fails what is queued, waits for what runs, joins threads, frees memory. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """Both sides of a tier in one process."""
+
+    name: str
+    scheduler: TierScheduler
+    worker: TierWorker

@@ -1,0 +1,265 @@
+/* The C ABI of the kvcache core: hashing, page pools, the block manager, host copies.
+ *
+ * This header is also the cffi cdef: preprocessor lines are dropped, the rest is parsed verbatim, so keep to plain
+ * declarations. Rules of the ABI:
+ *   - no exception crosses it; every call that can fail returns a kvc_status and leaves a text in kvc_last_error();
+ *   - positive statuses are answers, not errors, and leave everything as it was;
+ *   - memory passed in stays the caller's; memory handed out stays the callee's and says until when it is valid;
+ *   - a manager or pool is used by one thread at a time; two threads at once are refused with KVC_E_STATE;
+ *   - lengths are in elements, sizes in bytes, positions in tokens from the start of the request.
+ */
+#ifndef KVCACHE_CORE_H
+#define KVCACHE_CORE_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+enum kvc_status {
+    KVC_OK = 0,
+    KVC_NO_SPACE = 1,     /* not now: nothing changed, try again when pages were freed */
+    KVC_E_ARGUMENT = -1,  /* a bad value */
+    KVC_E_HANDLE = -2,    /* unknown or closed request, load or step */
+    KVC_E_STATE = -3,     /* a call that the contract forbids now */
+    KVC_E_CAPACITY = -4,  /* can never fit */
+    KVC_E_MEMORY = -5,    /* out of memory */
+    KVC_E_INVARIANT = -6, /* check() found a fault of this library */
+};
+
+int32_t kvc_abi_version(void);
+const char* kvc_last_error(void); /* of this thread; valid until its next failing call */
+
+/* ---- hashing ------------------------------------------------------------------------------------------------- */
+
+/* path: 0 = best for this CPU, 1 = portable, 2 = SHA-NI (KVC_E_ARGUMENT where the CPU lacks it). */
+const char* kvc_sha256_path(void); /* what path 0 resolves to: "sha-ni" or "portable" */
+int32_t kvc_sha256(int32_t path, const uint8_t* data, int64_t n_bytes, uint8_t* digest);
+
+/* H_i = SHA-256(64-byte domain block || H_{i-1} || tokens of block i as little-endian int32), H_{-1} = parent.
+ * Writes n_blocks * 32 bytes. O(n). */
+int32_t kvc_hash_chain(int32_t path, const uint8_t* parent, const int32_t* tokens, int64_t n_blocks,
+                       int64_t block_tokens, uint8_t* digests);
+
+/* ---- page pool: also the index of a host tier ---------------------------------------------------------------------
+ *
+ * A page is free (no key, no reference), held (references), or cached (a key, no reference: evictable in LRU order).
+ * A key is (ns, 32-byte digest). Digest arrays have a stride in bytes, so that every second, fourth, ... link of a
+ * chain can be read in place. */
+typedef struct kvc_pool kvc_pool;
+
+typedef struct {
+    int64_t capacity; /* pages that may exist; kvc_unlimited() for no bound */
+    int64_t created;  /* pages that exist so far */
+    int64_t free;     /* created, no key, no reference */
+    int64_t cached;   /* a key, no reference */
+    int64_t held;     /* references */
+    int64_t keyed;    /* entries of the index */
+    int64_t evictions;
+} kvc_pool_stats;
+
+int64_t kvc_unlimited(void);
+int32_t kvc_pool_new(int64_t capacity, uint64_t seed, kvc_pool** out);
+void kvc_pool_free(kvc_pool* pool);
+/* present[i] = 1 where the key is there. version changes whenever a key appears or goes: equal version, equal answer. */
+int32_t kvc_pool_present(kvc_pool* pool, uint32_t ns, const uint8_t* digests, int64_t stride_bytes, int64_t n,
+                         uint8_t* present);
+uint64_t kvc_pool_version(kvc_pool* pool);
+/* pages[i] = page of the key with one more reference, or -1. */
+int32_t kvc_pool_acquire(kvc_pool* pool, uint32_t ns, const uint8_t* digests, int64_t stride_bytes, int64_t n,
+                         int32_t* pages);
+/* Takes up to n pages without key, one reference each, evicting cached pages in LRU order; *taken <= n. */
+int32_t kvc_pool_take(kvc_pool* pool, int64_t n, int32_t* pages, int64_t* taken);
+/* Gives the page its key. *published = 0 where the key is on another page already: then nothing changed. */
+int32_t kvc_pool_publish(kvc_pool* pool, uint32_t ns, const uint8_t* digest, int32_t page, int32_t* published);
+/* Drops the key of a page, if any (a bad object: it must not be found again). */
+int32_t kvc_pool_unpublish(kvc_pool* pool, int32_t page);
+/* Drops one reference of each page, in this order: the first is evicted first. All or nothing. */
+int32_t kvc_pool_release(kvc_pool* pool, const int32_t* pages, int64_t n);
+int32_t kvc_pool_get_stats(kvc_pool* pool, kvc_pool_stats* out);
+int32_t kvc_pool_check(kvc_pool* pool);
+
+/* ---- block manager --------------------------------------------------------------------------------------------- */
+typedef struct kvc_manager kvc_manager;
+
+enum kvc_kind { KVC_FULL = 0, KVC_RECURRENT = 1 };
+
+typedef struct {
+    int32_t kind;
+    int32_t block_tokens; /* tokens per page; for a recurrent group the grid */
+    int64_t pages;        /* capacity of its pool; kvc_unlimited() for no bound */
+} kvc_group;
+
+typedef struct {
+    int32_t n_groups;
+    int32_t hash_unit_tokens;
+    int32_t grid_tokens;
+    int32_t max_open_steps;
+    uint64_t seed; /* of the index's hash function */
+} kvc_config;
+
+int32_t kvc_manager_new(const kvc_config* config, const kvc_group* groups, kvc_manager** out);
+void kvc_manager_free(kvc_manager* manager);
+
+/* Opens a request. Native: root = first parent of its chain, tokens given, ns 0. Foreign: n_tokens given, tokens NULL,
+ * digests = one 32-byte key for each full hash unit of the prompt, ns above 0.
+ * KVC_E_CAPACITY when max_tokens (prompt + output) needs more pages than a pool has. O(n_tokens) to hash. */
+typedef struct {
+    uint32_t ns;
+    const uint8_t* root;
+    const int32_t* tokens;
+    int64_t n_tokens;
+    int64_t max_tokens;
+    const uint8_t* digests;
+    int64_t n_digests;
+} kvc_open_args;
+int32_t kvc_open(kvc_manager* manager, const kvc_open_args* args, int64_t* handle);
+/* Appends generated tokens; foreign requests pass tokens NULL (no keys beyond the prompt). */
+int32_t kvc_extend(kvc_manager* manager, int64_t handle, const int32_t* tokens, int64_t n);
+
+/* Which states a request keeps: every multiple of interval (0: none; a multiple of the grid otherwise), and the listed
+ * positions, on the grid, ascending. kept[i] = 1: declared, keeps its place in the LRU order when a later state of the
+ * request supersedes it; 0: goes first then. Replaces the earlier answer; positions already passed have no effect. */
+int32_t kvc_retain(kvc_manager* manager, int64_t handle, int64_t interval, const int64_t* positions,
+                   const uint8_t* kept, int64_t n);
+/* Positions in (start, end] at which a snapshot must be taken, ascending: those of kvc_retain, and the last grid point
+ * of the range (so that a preempted, aborted or finished request can leave it). *n = how many; writes at most cap. */
+int32_t kvc_stops(kvc_manager* manager, int64_t handle, int64_t start, int64_t end, int64_t* positions, int64_t cap,
+                  int64_t* n);
+
+enum kvc_cause { /* of a lost token; hit + sum of lost = prompt */
+    KVC_LOST_LAST = 0,    /* the last token is always recomputed, and what lies past the last whole grid unit */
+    KVC_LOST_STATE = 1,   /* attention has it, but no state was kept here */
+    KVC_LOST_EVICTED = 2, /* was there, evicted (remembered by a bounded table) */
+    KVC_LOST_PENDING = 3, /* being written or loaded now */
+    KVC_LOST_NEW = 4,     /* never stored, or other tokens */
+    KVC_LOST_CAUSES = 5
+};
+
+typedef struct {
+    int64_t hit_tokens;     /* longest prefix that every group can serve, device and `present` together */
+    int64_t device_tokens;  /* the same from the device alone */
+    int64_t pending_tokens; /* what hit_tokens would be if all that is pending were there */
+    int64_t junction;       /* longest hit of attention alone: where a state would have served; 0 if none is missing */
+    int64_t lost[5];
+} kvc_hit;
+
+/* Looks up the whole prompt; changes nothing in the pools. present[g] (or present NULL) tells what a tier holds: for an
+ * attention group one byte per block, for a recurrent one one byte per grid point (index i = state after
+ * (i + 1) * grid tokens); it is copied. Only for requests without pages (opened, preempted, or after a failed load). */
+int32_t kvc_lookup(kvc_manager* manager, int64_t handle, const uint8_t* const* present, const int64_t* n_present,
+                   kvc_hit* out);
+
+typedef struct {
+    int64_t hit_tokens; /* prefix adopted by this call, 0 for a running request */
+    int64_t start;      /* first token that the grant covers */
+    int64_t end;        /* one past the last */
+    int64_t load;       /* 0, or the id of a load that must end before tokens can be granted */
+    int64_t n_loads;    /* pages that the load fills */
+} kvc_grant;
+
+/* Pages of each group that kvc_allocate would take, new pages only. */
+int32_t kvc_need(kvc_manager* manager, int64_t handle, int64_t n_tokens, int64_t* pages);
+/* Atomic: KVC_NO_SPACE changes nothing. First call of a request: adopts the hit of the last lookup (looked up again by
+ * itself if pages went since), then grants n_tokens. If parts of the hit must be loaded, grants only the pages of the
+ * load. Later calls: capacity for n_tokens beyond what is committed; replaces an uncommitted grant. */
+int32_t kvc_allocate(kvc_manager* manager, int64_t handle, int64_t n_tokens, kvc_grant* out);
+
+int32_t kvc_begin_step(kvc_manager* manager, int64_t* step);
+/* The newest open step writes the granted tokens up to `upto` (recurrent groups: exactly the granted end). Their keys
+ * are pending until kvc_end_step. */
+int32_t kvc_commit(kvc_manager* manager, int64_t handle, int64_t upto);
+int32_t kvc_end_step(kvc_manager* manager, int64_t step); /* the oldest open step only */
+
+/* finish, abort: the handle is closed. preempt: the request stays, without pages, to be looked up again. All leave the
+ * state of the last completed grid point; what an open step writes for the request is dropped. */
+int32_t kvc_finish(kvc_manager* manager, int64_t handle);
+int32_t kvc_preempt(kvc_manager* manager, int64_t handle);
+int32_t kvc_abort(kvc_manager* manager, int64_t handle);
+
+/* ---- what the engine reads ---- */
+typedef struct {
+    int64_t n_tokens;   /* known tokens */
+    int64_t n_prompt;
+    int64_t computed;   /* tokens whose step (or load) has ended */
+    int64_t committed;  /* computed, or written by an open step */
+    int64_t granted;    /* end of the current grant */
+    int64_t n_units;    /* known links of its hash chain */
+    int32_t state;      /* 0 waiting (no pages), 1 running, 2 loading */
+} kvc_request_info;
+int32_t kvc_info(kvc_manager* manager, int64_t handle, kvc_request_info* out);
+/* Digests of the request, n_units * 32 bytes, owned by the manager, valid until the request is extended or closed. */
+int32_t kvc_digests(kvc_manager* manager, int64_t handle, const uint8_t** digests, int64_t* n_units);
+/* Pages of an attention group from block `first` on; *n = pages there are from `first`; writes at most cap. */
+int32_t kvc_table(kvc_manager* manager, int64_t handle, int32_t group, int64_t first, int32_t* pages, int64_t cap,
+                  int64_t* n);
+/* The grant's plan for a recurrent group: start from the state in page `source` (-1: the zero state); the state after
+ * positions[i] tokens goes to pages[i]. Equal neighbours are an update in place. *n = how many; writes at most cap. */
+int32_t kvc_state_plan(kvc_manager* manager, int64_t handle, int32_t group, int32_t* source, int64_t* positions,
+                       int32_t* pages, int64_t cap, int64_t* n);
+
+/* ---- tiers ---- */
+typedef struct {
+    int64_t end;      /* position after the block, or of the state */
+    int64_t handle;   /* the request that wrote it, 0 once closed */
+    uint32_t ns;
+    int32_t group;
+    int32_t page;
+    uint8_t digest[32];
+} kvc_keyed;
+
+/* Pages of a load, in the order of its flags. */
+int32_t kvc_load_items(kvc_manager* manager, int64_t load, kvc_keyed* items, int64_t cap, int64_t* n);
+/* The load is over: ok[i] = 1 where item i holds the right bytes. Good pages get their keys. All good: the request runs
+ * on from its hit. Else it waits again, without pages: look it up anew, the good part is a device hit now. After an
+ * abort or kvc_abandon_load it only ends the pins. */
+int32_t kvc_end_load(kvc_manager* manager, int64_t load, const uint8_t* ok, int64_t n);
+/* The load missed its deadline: the request waits again, without these pages; they stay out of use (quarantine) until
+ * kvc_end_load says that nobody writes to them any more. */
+int32_t kvc_abandon_load(kvc_manager* manager, int64_t load);
+
+/* Pages that got their key since the last call, oldest first: what a tier may store. Bounded by twice the pages that
+ * exist: older entries are dropped and counted in kvc_manager_stats. */
+int32_t kvc_take_keyed(kvc_manager* manager, kvc_keyed* items, int64_t cap, int64_t* n);
+/* A reference for a reader outside (a store in flight). pinned[i] = 0 where the page has another key by now. */
+int32_t kvc_pin(kvc_manager* manager, const kvc_keyed* items, int64_t n, uint8_t* pinned);
+int32_t kvc_unpin(kvc_manager* manager, int32_t group, const int32_t* pages, int64_t n);
+
+typedef struct {
+    int64_t open_requests;
+    int64_t open_steps;
+    int64_t open_loads;
+    int64_t pinned;        /* references of outside readers */
+    int64_t keyed_dropped; /* kvc_take_keyed entries lost for want of a reader */
+} kvc_manager_stats;
+int32_t kvc_manager_get_stats(kvc_manager* manager, kvc_manager_stats* out);
+int32_t kvc_group_stats(kvc_manager* manager, int32_t group, kvc_pool_stats* out);
+/* Is the key there and readable now? For tests and tools. */
+int32_t kvc_has_key(kvc_manager* manager, int32_t group, uint32_t ns, const uint8_t* digest, int32_t* page);
+int32_t kvc_clear(kvc_manager* manager); /* drops every key; pages in use stay with their requests */
+/* Recounts everything: references, lists, index, pending keys. O(pages). */
+int32_t kvc_check(kvc_manager* manager);
+
+/* ---- host copies ------------------------------------------------------------------------------------------------- */
+
+/* dst_base + dst_stride * dst[i]  <-  src_base + src_stride * src[i], bytes each, for every segment and pair. */
+typedef struct {
+    uint64_t src_base;
+    uint64_t dst_base;
+    int64_t src_stride;
+    int64_t dst_stride;
+    int64_t bytes;
+    int64_t src_pages; /* pages on either side: a pair outside is KVC_E_ARGUMENT before anything is copied */
+    int64_t dst_pages;
+} kvc_segment;
+const char* kvc_copy_path(void); /* "avx512", "avx2" or "memcpy" */
+int32_t kvc_copy(const kvc_segment* segments, int64_t n_segments, const int32_t* src, const int32_t* dst,
+                 int64_t n_pairs);
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,58 @@
+"""KV-cache management and offload for LLM serving.
+
+Names are imported on first use, so that `import kvcache` loads neither numpy nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "CapacityError": "kvcache.core.errors",
+    "ConfigError": "kvcache.core.errors",
+    "Dense": "kvcache.retention",
+    "FullAttention": "kvcache.core.specs",
+    "Geometry": "kvcache.core.layout",
+    "HandleError": "kvcache.core.errors",
+    "InputError": "kvcache.core.errors",
+    "InvariantError": "kvcache.core.errors",
+    "KVCacheError": "kvcache.core.errors",
+    "Manager": "kvcache.core.manager",
+    "MisuseError": "kvcache.core.errors",
+    "NativeError": "kvcache.core.errors",
+    "RecurrentState": "kvcache.core.specs",
+    "Sparse": "kvcache.retention",
+}
+
+__all__ = ["__version__", *sorted(_LAZY)]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from kvcache.core.errors import (
+        CapacityError as CapacityError,
+        ConfigError as ConfigError,
+        HandleError as HandleError,
+        InputError as InputError,
+        InvariantError as InvariantError,
+        KVCacheError as KVCacheError,
+        MisuseError as MisuseError,
+        NativeError as NativeError,
+    )
+    from kvcache.core.layout import Geometry as Geometry
+    from kvcache.core.manager import Manager as Manager
+    from kvcache.core.specs import FullAttention as FullAttention, RecurrentState as RecurrentState
+    from kvcache.retention import Dense as Dense, Sparse as Sparse
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'kvcache' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,1 @@
+"""The core: specs, layout, hashing, pool, manager, native binding."""

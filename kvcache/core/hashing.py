@@ -1,0 +1,99 @@
+"""Roots of hash chains: who may share a prefix with whom.
+
+Native key of block i: `SHA-256(domain || key of block i-1 || tokens as little-endian int32)`, in
+C++; the first parent is the root made here. Everything that changes the *content* of a KV block
+goes into the root (or, for media, into a block's key); layout (shard, page order, padding) does
+not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core import native
+from kvcache.core.errors import ConfigError
+
+ROOT_DOMAIN = b"kvcache/root/1"
+NATIVE_NAMESPACE = bytes(32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """What makes two models' KV bytes differ for equal tokens. Part of every root.
+
+    `secret` keeps keys of one deployment from being guessed by users of another.
+    """
+
+    model: str = ""
+    weights_epoch: int = 0
+    kv_dtype: str = ""
+    position_scheme: str = ""
+    secret: bytes = b""
+
+
+def root_digest(
+    fingerprint: Fingerprint, *, hash_unit_tokens: int, salt: str = "", lora: str = ""
+) -> bytes:
+    """32 bytes: the first parent of a native chain, and the namespace of foreign keys.
+
+    Fields are length-prefixed, so that no two field lists have one encoding.
+    """
+    fields = (
+        fingerprint.model.encode(),
+        str(fingerprint.weights_epoch).encode(),
+        fingerprint.kv_dtype.encode(),
+        fingerprint.position_scheme.encode(),
+        fingerprint.secret,
+        str(hash_unit_tokens).encode(),
+        lora.encode(),
+        salt.encode(),
+    )
+    digest = hashlib.sha256(ROOT_DOMAIN)
+    for field in fields:
+        digest.update(len(field).to_bytes(8, "little") + field)
+    return digest.digest()
+
+
+def as_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
+    """A contiguous int32 array; no copy if it is one. `ConfigError` for anything else."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"tokens must be a flat array of whole numbers, not {array.dtype} of shape"
+            f" {array.shape}"
+        )
+    if array.size and array.dtype != np.int32:
+        low, high = int(array.min()), int(array.max())
+        if low < -(2**31) or high >= 2**31:
+            raise ConfigError(f"token ids from {low} to {high} do not fit in 32 bits")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def hash_chain(
+    parent: bytes, tokens: NDArray[np.int32], block_tokens: int, *, path: int = 0
+) -> NDArray[np.uint8]:
+    """Digests `[n_blocks, 32]` of the full blocks. `path`: 0 best, 1 portable, 2 SHA-NI."""
+    if len(parent) != 32:
+        raise ConfigError(f"parent has {len(parent)} bytes: a digest has 32")
+    if block_tokens < 1:
+        raise ConfigError(f"block_tokens is {block_tokens}: it must be above 0")
+    ffi, lib = native.load()
+    array = as_tokens(tokens)
+    blocks = len(array) // block_tokens
+    out = np.empty((blocks, 32), dtype=np.uint8)
+    native.check(
+        lib.kvc_hash_chain(
+            path,
+            parent,
+            ffi.from_buffer("int32_t[]", array),
+            blocks,
+            block_tokens,
+            ffi.from_buffer("uint8_t[]", out),
+        )
+    )
+    return out

@@ -1,0 +1,593 @@
+"""The block manager: which pages hold which prefix, for every group of a model at once.
+
+Life of a request (one thread; the engine's scheduler):
+
+    open -> lookup -> allocate -> [load ... end_load] -> { commit } per step -> finish
+                ^                                           |
+                +--------------- preempt <------------------+        abort at any time
+
+`begin_step` comes before the step's `allocate` and `commit` calls, `end_step` when the step's
+writes have finished. Keys that an open step writes are pending: never a hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core import native
+from kvcache.core.errors import ConfigError, HandleError
+from kvcache.core.hashing import NATIVE_NAMESPACE, Fingerprint, as_tokens, root_digest
+from kvcache.core.layout import Geometry
+from kvcache.core.retain import RetentionPolicy, TurnShape
+from kvcache.core.specs import FullAttention
+
+UNLIMITED = -1
+"""As a pool size: pages are made as they are needed. For tests, and replay of an infinite cache."""
+
+LOSS_CAUSES = ("last_block", "no_state", "evicted", "pending", "not_stored")
+"""Why a prompt token was not a hit, in the order of `kvc_cause`."""
+
+KEYED_DTYPE = np.dtype(
+    {
+        "names": ["end", "handle", "ns", "group", "page", "digest"],
+        "formats": ["<i8", "<i8", "<u4", "<i4", "<i4", ("u1", 32)],
+        "offsets": [0, 8, 16, 20, 24, 28],
+        "itemsize": 64,
+    }
+)
+"""A page with its key, as `kvc_keyed` of the C header has it."""
+
+
+class Hit(NamedTuple):
+    """What a lookup found. `hit_tokens` plus the sum of `lost` is the prompt's length."""
+
+    hit_tokens: int
+    device_tokens: int
+    """The part of the hit that needs no tier (0 if the device alone has no state there)."""
+    pending_tokens: int
+    """What `hit_tokens` would be once all pending writes and loads are done."""
+    junction: int
+    """Where attention went on and no state was there; 0 if none was missed."""
+    lost: dict[str, int]
+    """Tokens by cause, keys from `LOSS_CAUSES`."""
+
+
+class Grant(NamedTuple):
+    """Tokens [start, end) may be computed now; or a load must end first (`load` above 0)."""
+
+    hit_tokens: int
+    start: int
+    end: int
+    load: int
+    load_pages: int
+
+
+class StatePlan(NamedTuple):
+    """Where a recurrent group's state comes from and goes in one grant."""
+
+    source: int
+    """Page with the state at the grant's start; -1: the zero state."""
+    positions: NDArray[np.int64]
+    """After so many tokens of the request ..."""
+    pages: NDArray[np.int32]
+    """... the state is written to this page (equal to the previous one: update in place)."""
+
+
+class RequestInfo(NamedTuple):
+    """Counts of one request, in tokens."""
+
+    tokens: int
+    prompt: int
+    computed: int
+    committed: int
+    granted: int
+    units: int
+    state: str
+    """`waiting` (holds no pages), `running` or `loading`."""
+
+
+class PoolStats(NamedTuple):
+    """Pages of one group."""
+
+    capacity: int
+    created: int
+    free: int
+    cached: int
+    held: int
+    keyed: int
+    evictions: int
+
+
+class ManagerStats(NamedTuple):
+    """Counts over the whole manager."""
+
+    open_requests: int
+    open_steps: int
+    open_loads: int
+    pinned: int
+    keyed_dropped: int
+
+
+class Manager:
+    """Owns the pages of every group; hands out page numbers, never bytes.
+
+    Args:
+        geometry: the groups; the index of a group is its id.
+        pages: pages of each group's pool, or `UNLIMITED`.
+        retention: which recurrent states to keep.
+        fingerprint: what is hashed into every key.
+        max_open_steps: steps that may be in flight at once.
+
+    Not thread-safe: two threads in it at once raise `MisuseError`. All calls are O(new tokens)
+    unless they say otherwise; none calls Python per block.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        pages: Sequence[int],
+        retention: RetentionPolicy,
+        fingerprint: Fingerprint | None = None,
+        max_open_steps: int = 2,
+        seed: int = 0,
+    ) -> None:
+        if len(pages) != len(geometry.groups):
+            raise ConfigError(
+                f"pages has {len(pages)} numbers for {len(geometry.groups)} groups: give one each"
+            )
+        for group, count in zip(geometry.groups, pages, strict=True):
+            if count != UNLIMITED and not 0 < count < 2**31:
+                raise ConfigError(
+                    f"pages of group {group.name!r} is {count}: it must be above 0 and below 2^31,"
+                    " or UNLIMITED"
+                )
+        if max_open_steps < 1:
+            raise ConfigError(f"max_open_steps is {max_open_steps}: it must be above 0")
+        self.geometry = geometry
+        self.retention = retention
+        self.fingerprint = fingerprint or Fingerprint()
+        self.namespaces: list[bytes] = [NATIVE_NAMESPACE]
+        """Namespace digests by number; number 0 is native keys."""
+        self._numbers = {NATIVE_NAMESPACE: 0}
+        self._roots: dict[tuple[str, str], bytes] = {}
+        self._shapes: dict[int, TurnShape] = {}
+        self._ffi, self._lib = native.load()
+        self._native = self._create(pages, max_open_steps, seed)
+
+    def _create(self, pages: Sequence[int], max_open_steps: int, seed: int) -> Any:
+        ffi, lib = self._ffi, self._lib
+        groups = ffi.new("kvc_group[]", len(pages))
+        for i, spec in enumerate(self.geometry.groups):
+            groups[i].kind = lib.KVC_FULL if isinstance(spec, FullAttention) else lib.KVC_RECURRENT
+            groups[i].block_tokens = self.geometry.block_tokens[i]
+            groups[i].pages = lib.kvc_unlimited() if pages[i] == UNLIMITED else pages[i]
+        config = ffi.new(
+            "kvc_config*",
+            {
+                "n_groups": len(pages),
+                "hash_unit_tokens": self.geometry.hash_unit_tokens,
+                "grid_tokens": self.geometry.grid_tokens,
+                "max_open_steps": max_open_steps,
+                "seed": seed & (2**64 - 1),
+            },
+        )
+        out = ffi.new("kvc_manager**")
+        native.check(lib.kvc_manager_new(config, groups, out))
+        return ffi.gc(out[0], lib.kvc_manager_free)
+
+    # ---- opening and closing -------------------------------------------------------------------
+
+    def open(
+        self,
+        tokens: Sequence[int] | NDArray[np.integer],
+        *,
+        max_tokens: int | None = None,
+        salt: str = "",
+        lora: str = "",
+        boundaries: Sequence[int] = (),
+    ) -> int:
+        """Admit a request; returns its handle. The tokens are copied and hashed, O(tokens).
+
+        Args:
+            tokens: the prompt, one int32 array.
+            max_tokens: most tokens the request may reach, prompt and output together.
+            salt: requests share prefixes only under an equal salt.
+            lora: name of the adapter, part of every key.
+            boundaries: positions where a prefix is known to be shared (end of the system prompt,
+                of a message): states are kept there.
+
+        Raises:
+            CapacityError: `max_tokens` needs more pages than a pool has.
+        """
+        array = as_tokens(tokens)
+        ffi = self._ffi
+        return self._open(
+            {
+                "ns": 0,
+                "root": ffi.from_buffer("uint8_t[]", self._root(salt, lora)),
+                "tokens": ffi.from_buffer("int32_t[]", array),
+                "n_tokens": len(array),
+            },
+            len(array),
+            max_tokens,
+            boundaries,
+        )
+
+    def open_foreign(
+        self,
+        digests: NDArray[np.uint8],
+        *,
+        prompt_tokens: int,
+        max_tokens: int | None = None,
+        salt: str = "",
+        lora: str = "",
+        boundaries: Sequence[int] = (),
+    ) -> int:
+        """Admit a request whose keys come from outside (an engine's own hashes, a trace).
+
+        Args:
+            digests: `[n, 32]` opaque keys, one for each full hash unit of the prompt. They are
+                never rehashed and never equal to a native key: the namespace is the digest of the
+                root fields.
+            prompt_tokens: length of the prompt; `n` must be `prompt_tokens // hash_unit_tokens`.
+        """
+        keys = np.ascontiguousarray(digests, dtype=np.uint8)
+        if keys.ndim != 2 or keys.shape[1] != 32:
+            raise ConfigError(f"digests has shape {keys.shape}: expected [n, 32]")
+        return self._open(
+            {
+                "ns": self.namespace_number(self._root(salt, lora)),
+                "root": self._ffi.NULL,
+                "tokens": self._ffi.NULL,
+                "n_tokens": prompt_tokens,
+                "digests": self._ffi.from_buffer("uint8_t[]", keys),
+                "n_digests": len(keys),
+            },
+            prompt_tokens,
+            max_tokens,
+            boundaries,
+        )
+
+    def _open(
+        self,
+        fields: dict[str, Any],
+        prompt_tokens: int,
+        max_tokens: int | None,
+        boundaries: Sequence[int],
+    ) -> int:
+        shape = TurnShape(prompt_tokens, self.geometry.grid_tokens, tuple(boundaries))
+        if any(b < 0 or b > prompt_tokens for b in shape.boundaries):
+            raise ConfigError(
+                f"boundaries {list(boundaries)} are not all inside the prompt of {prompt_tokens}"
+                " tokens"
+            )
+        fields["max_tokens"] = prompt_tokens if max_tokens is None else max_tokens
+        args = self._ffi.new("kvc_open_args*", fields)
+        out = self._ffi.new("int64_t*")
+        native.check(self._lib.kvc_open(self._native, args, out))
+        handle = int(out[0])
+        self._shapes[handle] = shape
+        try:
+            self._retain(handle, shape)
+        except BaseException:
+            self.abort(handle)
+            raise
+        return handle
+
+    def _root(self, salt: str, lora: str) -> bytes:
+        root = self._roots.get((salt, lora))
+        if root is None:
+            root = root_digest(
+                self.fingerprint,
+                hash_unit_tokens=self.geometry.hash_unit_tokens,
+                salt=salt,
+                lora=lora,
+            )
+            if len(self._roots) < 4096:
+                self._roots[salt, lora] = root
+        return root
+
+    def namespace_number(self, namespace: bytes) -> int:
+        """The number under which foreign keys of a namespace are indexed."""
+        number = self._numbers.get(namespace)
+        if number is None:
+            number = self._numbers[namespace] = len(self.namespaces)
+            self.namespaces.append(namespace)
+        return number
+
+    def extend(self, handle: int, tokens: Sequence[int] | NDArray[np.integer]) -> None:
+        """Append generated tokens. Hashes what became full."""
+        array = as_tokens(tokens)
+        native.check(
+            self._lib.kvc_extend(
+                self._native, handle, self._ffi.from_buffer("int32_t[]", array), len(array)
+            )
+        )
+
+    def extend_foreign(self, handle: int, count: int) -> None:
+        """Append `count` tokens without keys to a foreign request."""
+        native.check(self._lib.kvc_extend(self._native, handle, self._ffi.NULL, count))
+
+    def finish(self, handle: int) -> None:
+        """Close the request. Its keys stay, its state of the last grid point gets one."""
+        native.check(self._lib.kvc_finish(self._native, handle))
+        del self._shapes[handle]
+
+    def abort(self, handle: int) -> None:
+        """Close the request at any moment; what an open step writes for it leaves no key."""
+        native.check(self._lib.kvc_abort(self._native, handle))
+        self._shapes.pop(handle, None)
+
+    def preempt(self, handle: int) -> None:
+        """Take all pages from the request; it waits, and is looked up again later."""
+        native.check(self._lib.kvc_preempt(self._native, handle))
+
+    # ---- lookup and allocation -----------------------------------------------------------------
+
+    def lookup(
+        self, handle: int, present: Sequence[NDArray[np.uint8]] | None = None
+    ) -> Hit:
+        """Longest prefix that every group can serve, in one native call. Changes no page.
+
+        Args:
+            present: what a tier holds, for each group a byte array: attention one per block,
+                recurrent one per grid point (index i: the state after `(i + 1) * grid` tokens).
+
+        Raises:
+            MisuseError: the request holds pages.
+        """
+        ffi = self._ffi
+        pointers, lengths = ffi.NULL, ffi.NULL
+        if present is not None:
+            if len(present) != len(self.geometry.groups):
+                raise ConfigError(
+                    f"present has {len(present)} arrays for {len(self.geometry.groups)} groups"
+                )
+            arrays = [np.ascontiguousarray(p, dtype=np.uint8) for p in present]
+            buffers = [ffi.from_buffer("uint8_t[]", a) for a in arrays]
+            pointers = ffi.new("uint8_t*[]", buffers)
+            lengths = ffi.new("int64_t[]", [len(a) for a in arrays])
+        out = ffi.new("kvc_hit*")
+        native.check(self._lib.kvc_lookup(self._native, handle, pointers, lengths, out))
+        if out.junction:
+            shape = self._shapes[handle]
+            if out.junction not in shape.junctions:
+                shape = shape._replace(junctions=(*shape.junctions, int(out.junction)))
+                self._shapes[handle] = shape
+                self._retain(handle, shape)
+        lost = dict(zip(LOSS_CAUSES, list(out.lost), strict=True))
+        return Hit(out.hit_tokens, out.device_tokens, out.pending_tokens, out.junction, lost)
+
+    def _retain(self, handle: int, shape: TurnShape) -> None:
+        plan = self.retention.plan(shape)
+        positions = np.asarray(plan.positions, dtype=np.int64)
+        kept = np.asarray(plan.kept, dtype=np.uint8)
+        native.check(
+            self._lib.kvc_retain(
+                self._native,
+                handle,
+                plan.interval_tokens,
+                self._ffi.from_buffer("int64_t[]", positions),
+                self._ffi.from_buffer("uint8_t[]", kept),
+                len(positions),
+            )
+        )
+
+    def stops(self, handle: int, start: int, end: int) -> list[int]:
+        """Positions in (start, end] where a state must be snapshotted, ascending."""
+        return self._read(
+            "int64_t", lambda buf, cap, n: self._lib.kvc_stops(
+                self._native, handle, start, end, buf, cap, n
+            )
+        ).tolist()
+
+    def need(self, handle: int, tokens: int) -> list[int]:
+        """New pages of each group that `allocate(handle, tokens)` would take."""
+        out = self._ffi.new("int64_t[]", len(self.geometry.groups))
+        native.check(self._lib.kvc_need(self._native, handle, tokens, out))
+        return list(out)
+
+    def allocate(self, handle: int, tokens: int) -> Grant | None:
+        """Pages for the next `tokens` tokens; None: no space now, nothing changed.
+
+        The first call adopts the hit of the last `lookup` (its pages gain a reference before
+        anything is evicted). If part of the hit lies in a tier, the grant covers no tokens but
+        names a load: fill `load_items(load)`, then `end_load`.
+        """
+        out = self._ffi.new("kvc_grant*")
+        status = native.check(self._lib.kvc_allocate(self._native, handle, tokens, out))
+        if status == native.NO_SPACE:
+            return None
+        return Grant(out.hit_tokens, out.start, out.end, out.load, out.n_loads)
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    def begin_step(self) -> int:
+        """Open a step. At most `max_open_steps` are open; they end in order."""
+        out = self._ffi.new("int64_t*")
+        native.check(self._lib.kvc_begin_step(self._native, out))
+        return int(out[0])
+
+    def commit(self, handle: int, upto: int) -> None:
+        """The newest open step writes the request's tokens up to `upto`, inside its grant."""
+        native.check(self._lib.kvc_commit(self._native, handle, upto))
+
+    def end_step(self, step: int) -> None:
+        """The step's writes are done: its keys become hits, pages freed under it are free."""
+        native.check(self._lib.kvc_end_step(self._native, step))
+
+    # ---- what the engine reads -----------------------------------------------------------------
+
+    def info(self, handle: int) -> RequestInfo:
+        """Counts of one request."""
+        out = self._ffi.new("kvc_request_info*")
+        native.check(self._lib.kvc_info(self._native, handle, out))
+        return RequestInfo(
+            out.n_tokens,
+            out.n_prompt,
+            out.computed,
+            out.committed,
+            out.granted,
+            out.n_units,
+            ("waiting", "running", "loading")[out.state],
+        )
+
+    def block_table(self, handle: int, group: int, first: int = 0) -> NDArray[np.int32]:
+        """Pages of an attention group from block `first` on, a copy."""
+        return self._read(
+            "int32_t", lambda buf, cap, n: self._lib.kvc_table(
+                self._native, handle, group, first, buf, cap, n
+            )
+        )
+
+    def state_plan(self, handle: int, group: int) -> StatePlan:
+        """The current grant's plan for a recurrent group."""
+        ffi, lib = self._ffi, self._lib
+        source, n = ffi.new("int32_t*"), ffi.new("int64_t*")
+        cap = 16
+        while True:
+            positions, pages = np.empty(cap, np.int64), np.empty(cap, np.int32)
+            native.check(
+                lib.kvc_state_plan(
+                    self._native,
+                    handle,
+                    group,
+                    source,
+                    ffi.from_buffer("int64_t[]", positions),
+                    ffi.from_buffer("int32_t[]", pages),
+                    cap,
+                    n,
+                )
+            )
+            if n[0] <= cap:
+                return StatePlan(source[0], positions[: n[0]], pages[: n[0]])
+            cap = int(n[0])
+
+    def digests(self, handle: int) -> NDArray[np.uint8]:
+        """The request's chain, `[units, 32]`: a view, valid until it is extended or closed."""
+        pointer, n = self._ffi.new("uint8_t const**"), self._ffi.new("int64_t*")
+        native.check(self._lib.kvc_digests(self._native, handle, pointer, n))
+        if n[0] == 0:
+            return np.empty((0, 32), np.uint8)
+        return np.frombuffer(self._ffi.buffer(pointer[0], n[0] * 32), np.uint8).reshape(-1, 32)
+
+    def group_digests(self, handle: int) -> list[NDArray[np.uint8]]:
+        """Keys of each group: views into `digests`, one row per block or grid point."""
+        digests, unit = self.digests(handle), self.geometry.hash_unit_tokens
+        return [digests[b // unit - 1 :: b // unit] for b in self.geometry.block_tokens]
+
+    # ---- tiers ---------------------------------------------------------------------------------
+
+    def load_items(self, load: int) -> NDArray[np.void]:
+        """Pages that a load must fill, with their keys: `[n]` of `KEYED_DTYPE`."""
+        return self._read_keyed(
+            lambda buf, cap, n: self._lib.kvc_load_items(self._native, load, buf, cap, n)
+        )
+
+    def end_load(self, load: int, ok: NDArray[np.uint8]) -> None:
+        """The load is over; `ok[i]` tells whether item i holds the right bytes.
+
+        All good: the request runs on from its hit. Otherwise it waits again without pages; a new
+        lookup finds the good part on the device.
+        """
+        flags = np.ascontiguousarray(ok, dtype=np.uint8)
+        native.check(
+            self._lib.kvc_end_load(
+                self._native, load, self._ffi.from_buffer("uint8_t[]", flags), len(flags)
+            )
+        )
+
+    def abandon_load(self, load: int) -> None:
+        """The load is late: its request waits again, its pages stay out of use until `end_load`."""
+        native.check(self._lib.kvc_abandon_load(self._native, load))
+
+    def take_keyed(self) -> NDArray[np.void]:
+        """Pages that got their key since the last call, `[n]` of `KEYED_DTYPE`."""
+        return self._read_keyed(
+            lambda buf, cap, n: self._lib.kvc_take_keyed(self._native, buf, cap, n)
+        )
+
+    def pin(self, items: NDArray[np.void]) -> NDArray[np.uint8]:
+        """One reference on each page that still has the given key; 0 in the result: it has not."""
+        out = np.zeros(len(items), np.uint8)
+        rows = np.ascontiguousarray(items, dtype=KEYED_DTYPE)
+        native.check(
+            self._lib.kvc_pin(
+                self._native,
+                self._ffi.cast("kvc_keyed*", self._ffi.from_buffer(rows)),
+                len(rows),
+                self._ffi.from_buffer("uint8_t[]", out),
+            )
+        )
+        return out
+
+    def unpin(self, group: int, pages: NDArray[np.int32]) -> None:
+        """End references that `pin` gave."""
+        rows = np.ascontiguousarray(pages, dtype=np.int32)
+        native.check(
+            self._lib.kvc_unpin(
+                self._native, group, self._ffi.from_buffer("int32_t[]", rows), len(rows)
+            )
+        )
+
+    # ---- counts and invariants -----------------------------------------------------------------
+
+    def stats(self) -> ManagerStats:
+        """Open requests, steps, loads, pins."""
+        out = self._ffi.new("kvc_manager_stats*")
+        native.check(self._lib.kvc_manager_get_stats(self._native, out))
+        return ManagerStats(
+            out.open_requests, out.open_steps, out.open_loads, out.pinned, out.keyed_dropped
+        )
+
+    def pool_stats(self, group: int) -> PoolStats:
+        """Pages of one group."""
+        out = self._ffi.new("kvc_pool_stats*")
+        native.check(self._lib.kvc_group_stats(self._native, group, out))
+        return PoolStats(
+            out.capacity, out.created, out.free, out.cached, out.held, out.keyed, out.evictions
+        )
+
+    def find_key(self, group: int, digest: bytes, *, namespace: bytes | None = None) -> int:
+        """The page that a lookup would find under a key, or -1."""
+        number = 0 if namespace is None else self._numbers.get(namespace)
+        if number is None:
+            return -1
+        if len(digest) != 32:
+            raise ConfigError(f"digest has {len(digest)} bytes: expected 32")
+        page = self._ffi.new("int32_t*")
+        native.check(self._lib.kvc_has_key(self._native, group, number, digest, page))
+        return int(page[0])
+
+    def clear(self) -> None:
+        """Forget every key; pages in use stay with their requests."""
+        native.check(self._lib.kvc_clear(self._native))
+
+    def check(self) -> None:
+        """Recount everything; raise `InvariantError` on a difference. O(pages)."""
+        native.check(self._lib.kvc_check(self._native))
+
+    # ---- reading arrays of unknown length ------------------------------------------------------
+
+    def _read(self, ctype: str, call: Any) -> NDArray[Any]:
+        ffi, n, cap = self._ffi, self._ffi.new("int64_t*"), 64
+        while True:
+            out = np.empty(cap, np.int64 if ctype == "int64_t" else np.int32)
+            native.check(call(ffi.from_buffer(f"{ctype}[]", out), cap, n))
+            if n[0] <= cap:
+                return out[: n[0]]
+            cap = int(n[0])
+
+    def _read_keyed(self, call: Any) -> NDArray[np.void]:
+        ffi, n, cap = self._ffi, self._ffi.new("int64_t*"), 64
+        while True:
+            out = np.empty(cap, KEYED_DTYPE)
+            native.check(call(ffi.cast("kvc_keyed*", ffi.from_buffer(out)), cap, n))
+            if n[0] <= cap:
+                return out[: n[0]]
+            cap = int(n[0])

@@ -1,0 +1,92 @@
+"""The binding: the only module that touches cffi.
+
+ABI mode: the C header is parsed at first use, the library found beside this file (in an editable
+install: beside its build copy). No compiler is needed at run time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import cffi
+
+import kvcache.core
+from kvcache.core.errors import (
+    CapacityError,
+    ConfigError,
+    HandleError,
+    InvariantError,
+    KVCacheError,
+    MisuseError,
+    NativeError,
+)
+
+ABI_VERSION = 1
+LIBRARY = "libkvcache_core.so"
+HEADER = "kvcache_core.h"
+
+NO_SPACE = 1
+_ERRORS: dict[int, type[KVCacheError]] = {
+    -1: ConfigError,
+    -2: HandleError,
+    -3: MisuseError,
+    -4: CapacityError,
+    -5: NativeError,
+    -6: InvariantError,
+}
+
+
+def find(name: str) -> Path:
+    """Path of a file that the build put beside this module. `KVCACHE_NATIVE_DIR` overrides."""
+    override = os.environ.get("KVCACHE_NATIVE_DIR")
+    folders = [override] if override else list(kvcache.core.__path__)
+    for folder in folders:
+        path = Path(folder) / name
+        if path.is_file():
+            return path
+    raise NativeError(
+        f"{name} was not found in {folders}: build the package (`pip install .`), or point"
+        " KVCACHE_NATIVE_DIR at the folder that holds it"
+    )
+
+
+def declarations(header: str) -> str:
+    """The C header as cffi takes it: without comments and preprocessor lines."""
+    text = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
+    text = re.sub(r"#ifdef __cplusplus.*?#endif", "", text, flags=re.DOTALL)
+    return "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+
+
+@cache
+def load() -> tuple[Any, Any]:
+    """`(ffi, lib)`, opened once. Raises `NativeError` where it is missing or of another version."""
+    ffi = cffi.FFI()
+    ffi.cdef(declarations(find(HEADER).read_text()))
+    path = find(LIBRARY)
+    try:
+        lib = ffi.dlopen(str(path))
+    except OSError as error:
+        raise NativeError(f"{path} cannot be loaded: {error}") from error
+    version = lib.kvc_abi_version()
+    if version != ABI_VERSION:
+        raise NativeError(
+            f"{path} has ABI version {version}, this package needs {ABI_VERSION}: build it again"
+        )
+    return ffi, lib
+
+
+def fail(status: int) -> NoReturn:
+    """Raise the exception of a negative status, with the library's text."""
+    ffi, lib = load()
+    raise _ERRORS.get(status, NativeError)(ffi.string(lib.kvc_last_error()).decode())
+
+
+def check(status: int) -> int:
+    """Pass on a status of zero or above, raise otherwise."""
+    if status < 0:
+        fail(status)
+    return status
