@@ -121,7 +121,8 @@ int32_t Manager::lookup(int64_t handle, const uint8_t* const* present, const int
     }
     const Walk device = longest(*r, kDevice);
     const Walk walk = present ? longest(*r, kPresent) : device;
-    const Walk pending = longest(*r, kPresent | kPending);
+    const bool any_pending = std::any_of(pools_.begin(), pools_.end(), [](const Pool& p) { return p.pending() > 0; });
+    const Walk pending = any_pending ? longest(*r, kPresent | kPending) : walk;
     *out = {};
     out->hit_tokens = walk.hit;
     out->device_tokens = device.hit;

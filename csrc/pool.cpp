@@ -99,12 +99,14 @@ bool Pool::publish(int32_t id, const Digest& digest, uint32_t ns, int64_t end, P
     page.kept = false;
     page.hits = 0;
     if (key == Page::kVisible) ++version_;
+    else ++pending_;
     return true;
 }
 
 void Pool::confirm(int32_t id) {
     assert(page(id).key == Page::kPending);
     at(id).key = Page::kVisible;
+    --pending_;
     ++version_;
 }
 
@@ -113,6 +115,7 @@ void Pool::unpublish(int32_t id) {
     if (page.key == Page::kNone) return;
     index_erase(tag(page.digest, page.ns), id);
     if (page.key == Page::kVisible) ++version_;
+    else --pending_;
     page.key = Page::kNone;
     if (page.refs == 0) {
         unlink(id);
@@ -236,9 +239,10 @@ const char* Pool::check() const {
         if (find(owner.digest, owner.ns) != slots_[i].page) return "a key is indexed twice, or out of reach";
     }
     if (indexed != keyed_) return "the count of keys differs from the index";
-    int64_t with_key = 0, listed = 0, held = 0;
+    int64_t with_key = 0, waiting = 0, listed = 0, held = 0;
     for (const Page& page : pages_) {
         with_key += page.key != Page::kNone;
+        waiting += page.key == Page::kPending;
         listed += page.list != 0;
         held += page.refs > 0;
         if (page.refs < 0 || page.pins < 0 || page.pins > page.refs) return "a page has a wrong reference count";
@@ -247,6 +251,7 @@ const char* Pool::check() const {
         if (page.key == Page::kPending && page.refs == 0) return "a pending page has no reference";
     }
     if (with_key != keyed_) return "pages with a key differ from the index";
+    if (waiting != pending_) return "the count of pending keys differs from the pages";
     if (listed != cached()) return "the list counts differ from the pages";
     if (held + cached() + free_count() != created()) return "pages are lost: held + cached + free differs from created";
     for (const int list : {kVictims, kLru}) {

@@ -60,6 +60,7 @@ class Pool {
     int64_t free_count() const { return static_cast<int64_t>(free_.size()); }
     int64_t cached() const { return lists_[0].count + lists_[1].count; }
     int64_t keyed() const { return keyed_; }
+    int64_t pending() const { return pending_; }
     int64_t evictions() const { return evictions_; }
     // Pages that take() can give now.
     int64_t available() const { return capacity_ - created() + free_count() + cached(); }
@@ -130,6 +131,7 @@ class Pool {
     std::vector<Slot> slots_;  // open addressing, linear probing, at most half full
     uint64_t mask_;
     int64_t keyed_ = 0;
+    int64_t pending_ = 0;
     int64_t evictions_ = 0;
     uint64_t version_ = 1;
     std::vector<uint64_t> ghosts_;  // hashes of evicted keys, direct-mapped: newer ones overwrite

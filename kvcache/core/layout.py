@@ -55,12 +55,16 @@ class Geometry:
     @cached_property
     def hash_unit_tokens(self) -> int:
         """Tokens that one link of the hash chain covers."""
-        return math.gcd(*self._attention_blocks) if self._attention_blocks else self.state_grid_tokens
+        return (
+            math.gcd(*self._attention_blocks) if self._attention_blocks else self.state_grid_tokens
+        )
 
     @cached_property
     def grid_tokens(self) -> int:
         """Hits end on multiples of this."""
-        return math.lcm(*self._attention_blocks) if self._attention_blocks else self.state_grid_tokens
+        return (
+            math.lcm(*self._attention_blocks) if self._attention_blocks else self.state_grid_tokens
+        )
 
     def floor_to_grid(self, tokens: int) -> int:
         """The last grid point at or before `tokens`."""
@@ -72,8 +76,7 @@ class Geometry:
         Attention: every block. Recurrent: two (the last snapshot and the working state).
         """
         return tuple(
-            -(-tokens // g.block_tokens) if isinstance(g, FullAttention) else 2
-            for g in self.groups
+            -(-tokens // g.block_tokens) if isinstance(g, FullAttention) else 2 for g in self.groups
         )
 
     def pool_bytes(self, pages: Sequence[int]) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core import native
-from kvcache.core.errors import ConfigError, HandleError
+from kvcache.core.errors import ConfigError
 from kvcache.core.hashing import NATIVE_NAMESPACE, Fingerprint, as_tokens, root_digest
 from kvcache.core.layout import Geometry
 from kvcache.core.retain import RetentionPolicy, TurnShape
@@ -329,9 +329,7 @@ class Manager:
 
     # ---- lookup and allocation -----------------------------------------------------------------
 
-    def lookup(
-        self, handle: int, present: Sequence[NDArray[np.uint8]] | None = None
-    ) -> Hit:
+    def lookup(self, handle: int, present: Sequence[NDArray[np.uint8]] | None = None) -> Hit:
         """Longest prefix that every group can serve, in one native call. Changes no page.
 
         Args:
@@ -381,16 +379,15 @@ class Manager:
     def stops(self, handle: int, start: int, end: int) -> list[int]:
         """Positions in (start, end] where a state must be snapshotted, ascending."""
         return self._read(
-            "int64_t", lambda buf, cap, n: self._lib.kvc_stops(
-                self._native, handle, start, end, buf, cap, n
-            )
+            "int64_t",
+            lambda buf, cap, n: self._lib.kvc_stops(self._native, handle, start, end, buf, cap, n),
         ).tolist()
 
     def need(self, handle: int, tokens: int) -> list[int]:
         """New pages of each group that `allocate(handle, tokens)` would take."""
         out = self._ffi.new("int64_t[]", len(self.geometry.groups))
         native.check(self._lib.kvc_need(self._native, handle, tokens, out))
-        return list(out)
+        return [int(count) for count in out]
 
     def allocate(self, handle: int, tokens: int) -> Grant | None:
         """Pages for the next `tokens` tokens; None: no space now, nothing changed.
@@ -440,9 +437,10 @@ class Manager:
     def block_table(self, handle: int, group: int, first: int = 0) -> NDArray[np.int32]:
         """Pages of an attention group from block `first` on, a copy."""
         return self._read(
-            "int32_t", lambda buf, cap, n: self._lib.kvc_table(
+            "int32_t",
+            lambda buf, cap, n: self._lib.kvc_table(
                 self._native, handle, group, first, buf, cap, n
-            )
+            ),
         )
 
     def state_plan(self, handle: int, group: int) -> StatePlan:

@@ -26,9 +26,7 @@ class FullAttention:
     kind: ClassVar[Literal["full"]] = "full"
 
     def __post_init__(self) -> None:
-        require_positive(
-            self, "layers", "kv_heads", "head_dim", "block_tokens", "element_bytes"
-        )
+        require_positive(self, "layers", "kv_heads", "head_dim", "block_tokens", "element_bytes")
 
     @property
     def bytes_per_token(self) -> int:
