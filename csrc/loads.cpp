@@ -130,6 +130,7 @@ int32_t Manager::take_keyed(kvc_keyed* items, int64_t cap, int64_t* n) {
 }
 
 int32_t Manager::pin(const kvc_keyed* items, int64_t n, uint8_t* pinned) {
+    if (n < 0) return fail(KVC_E_ARGUMENT, "%lld pages to pin", static_cast<L>(n));
     for (int64_t i = 0; i < n; ++i)
         if (const auto status = check_group(items[i].group)) return status;
     for (int64_t i = 0; i < n; ++i) {
@@ -148,6 +149,7 @@ int32_t Manager::pin(const kvc_keyed* items, int64_t n, uint8_t* pinned) {
 
 int32_t Manager::unpin(int32_t group, const int32_t* pages, int64_t n) {
     if (const auto status = check_group(group)) return status;
+    if (n < 0) return fail(KVC_E_ARGUMENT, "%lld pages to unpin", static_cast<L>(n));
     Pool& pool = pools_[static_cast<size_t>(group)];
     std::unordered_map<int32_t, int32_t> times;
     for (int64_t i = 0; i < n; ++i) {

@@ -70,7 +70,7 @@ uint64_t Manager::version() const {
 }
 
 // Splits (hit, n] from left to right; each region's cause is the first that applies, see kvc_cause.
-void Manager::attribute_losses(const Request& r, const Walk& walk, int64_t pending, kvc_hit* out) const {
+void Manager::attribute_losses(const Request& r, const Walk& walk, const Walk& pending, kvc_hit* out) const {
     const int64_t limit = hit_limit(r);
     int64_t at = walk.hit;
     auto lose = [&](int32_t cause, int64_t upto) {
@@ -78,31 +78,37 @@ void Manager::attribute_losses(const Request& r, const Walk& walk, int64_t pendi
         out->lost[cause] += upto - at;
         at = upto;
     };
-    lose(KVC_LOST_PENDING, pending);
+    lose(KVC_LOST_PENDING, pending.hit);
     if (!states_.empty()) {
-        int64_t evicted = std::min(walk.attention, limit);
-        auto state_evicted = [&](int64_t position) {
-            const Digest* digest = digest_at(r, position);
-            return digest && std::any_of(states_.begin(), states_.end(), [&](int32_t group) {
-                return pools_[static_cast<size_t>(group)].was_evicted(*digest, r.ns);
-            });
-        };
-        while (evicted > at && !state_evicted(evicted)) evicted -= grid_;
+        int64_t evicted = walk.attention;
+        while (evicted > at && !state_evicted(r, evicted)) evicted -= grid_;
         lose(KVC_LOST_EVICTED, evicted);
         if (!attention_.empty()) lose(KVC_LOST_STATE, walk.attention);
     }
-    int64_t evicted = limit;
-    for (const int32_t group : attention_) {
-        const Pool& pool = pools_[static_cast<size_t>(group)];
-        const DigestRun run = run_of(r, group, limit);
-        const int64_t block = groups_[static_cast<size_t>(group)].block_tokens;
-        int64_t i = std::max(at, walk.attention) / block;
-        while (i < run.count && (pool.find(run.at(i), r.ns) != kNoPage || pool.was_evicted(run.at(i), r.ns))) ++i;
-        evicted = std::min(evicted, i * block / grid_ * grid_);
+    if (!attention_.empty()) {
+        lose(KVC_LOST_PENDING, pending.attention);
+        for (const int32_t group : attention_) lose(KVC_LOST_EVICTED, deepest_evicted(r, group, at, limit));
     }
-    if (!attention_.empty()) lose(KVC_LOST_EVICTED, evicted);
     lose(KVC_LOST_NEW, limit);
     lose(KVC_LOST_LAST, r.n_tokens);
+}
+
+bool Manager::state_evicted(const Request& r, int64_t position) const {
+    const Digest* digest = digest_at(r, position);
+    return digest && std::any_of(states_.begin(), states_.end(), [&](int32_t group) {
+        return pools_[static_cast<size_t>(group)].was_evicted(*digest, r.ns);
+    });
+}
+
+// Keys are chained, so a block that was evicted tells that its whole prefix was stored: the deepest one counts.
+int64_t Manager::deepest_evicted(const Request& r, int32_t group, int64_t begin, int64_t limit) const {
+    const Pool& pool = pools_[static_cast<size_t>(group)];
+    if (pool.evictions() == 0) return begin;
+    const DigestRun run = run_of(r, group, limit);
+    const int64_t block = groups_[static_cast<size_t>(group)].block_tokens;
+    int64_t i = run.count;
+    while (i * block > begin && !pool.was_evicted(run.at(i - 1), r.ns)) --i;
+    return i * block / grid_ * grid_;
 }
 
 int32_t Manager::lookup(int64_t handle, const uint8_t* const* present, const int64_t* n_present, kvc_hit* out) {
@@ -128,7 +134,7 @@ int32_t Manager::lookup(int64_t handle, const uint8_t* const* present, const int
     out->device_tokens = device.hit;
     out->pending_tokens = std::max(pending.hit, walk.hit);
     out->junction = !attention_.empty() && !states_.empty() && walk.attention > walk.hit ? walk.attention : 0;
-    attribute_losses(*r, walk, out->pending_tokens, out);
+    attribute_losses(*r, walk, pending, out);
     r->looked_up = true;
     r->hit = walk.hit;
     r->hit_version = version();

@@ -69,7 +69,9 @@ class Manager {
     int64_t attention_hit(const Request& r, int32_t group, int64_t limit, unsigned sources) const;
     bool state_at(const Request& r, int64_t position, unsigned sources) const;
     Walk longest(const Request& r, unsigned sources) const;
-    void attribute_losses(const Request& r, const Walk& walk, int64_t pending, kvc_hit* out) const;
+    void attribute_losses(const Request& r, const Walk& walk, const Walk& pending, kvc_hit* out) const;
+    bool state_evicted(const Request& r, int64_t position) const;
+    int64_t deepest_evicted(const Request& r, int32_t group, int64_t begin, int64_t limit) const;
     uint64_t version() const;
 
     // allocate.cpp

@@ -109,7 +109,8 @@ int32_t kvc_pool_unpublish(kvc_pool* pool, int32_t page) {
 
 int32_t kvc_pool_release(kvc_pool* pool, const int32_t* pages, int64_t n) {
     return enter(pool, [&](kvc::Pool& p) -> int32_t {
-        std::vector<int32_t> sorted(pages, pages + std::max<int64_t>(n, 0));
+        if (n < 0) return fail(KVC_E_ARGUMENT, "%lld pages to release", static_cast<Longs>(n));
+        std::vector<int32_t> sorted(pages, pages + n);
         std::sort(sorted.begin(), sorted.end());
         for (size_t i = 0; i < sorted.size();) {
             const size_t first = i;

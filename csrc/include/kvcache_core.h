@@ -141,7 +141,7 @@ enum kvc_cause { /* of a lost token; hit + sum of lost = prompt */
 typedef struct {
     int64_t hit_tokens;     /* longest prefix that every group can serve, device and `present` together */
     int64_t device_tokens;  /* the same from the device alone */
-    int64_t pending_tokens; /* what hit_tokens would be if all that is pending were there */
+    int64_t pending_tokens; /* what hit_tokens would be, at least, if all that is pending were there */
     int64_t junction;       /* longest hit of attention alone: where a state would have served; 0 if none is missing */
     int64_t lost[5];
 } kvc_hit;
@@ -214,7 +214,7 @@ typedef struct {
 int32_t kvc_load_items(kvc_manager* manager, int64_t load, kvc_keyed* items, int64_t cap, int64_t* n);
 /* The load is over: ok[i] = 1 where item i holds the right bytes. Good pages get their keys. All good: the request runs
  * on from its hit. Else it waits again, without pages: look it up anew, the good part is a device hit now. After an
- * abort or kvc_abandon_load it only ends the pins. */
+ * abort or kvc_abandon_load the request is not touched; good pages are cached all the same. */
 int32_t kvc_end_load(kvc_manager* manager, int64_t load, const uint8_t* ok, int64_t n);
 /* The load missed its deadline: the request waits again, without these pages; they stay out of use (quarantine) until
  * kvc_end_load says that nobody writes to them any more. */

@@ -49,7 +49,7 @@ class Hit(NamedTuple):
     device_tokens: int
     """The part of the hit that needs no tier (0 if the device alone has no state there)."""
     pending_tokens: int
-    """What `hit_tokens` would be once all pending writes and loads are done."""
+    """What `hit_tokens` would be, at least, once all pending writes and loads are done."""
     junction: int
     """Where attention went on and no state was there; 0 if none was missed."""
     lost: dict[str, int]

@@ -1,0 +1,178 @@
+"""`kvcache replay TRACE`: a trace through the real block manager, under a simulated clock."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from decimal import Decimal
+from typing import Any
+
+from kvcache.bench.replay import DEFAULT_PRESET, Replay, ReplaySettings
+from kvcache.bench.traces import LaneSettings, open_trace
+from kvcache.commands.output import Progress, as_json, emit_json, write_atomically
+from kvcache.core.errors import ConfigError
+from kvcache.presets import names
+
+HELP = (
+    "Runs a request trace through the block manager: hit rate against an infinite cache, and where"
+    " the other tokens went."
+)
+
+MAX_POOL_TOKENS = 10**15
+_SCALES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+
+
+def token_count(text: str) -> int:
+    """A number of tokens: 262144, 1_000_000, 512k, 2.56M, 1G (powers of ten)."""
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)([kMG]?)", text, re.ASCII)
+    if match and len(text) <= 32:
+        value = Decimal(match[1].replace("_", "")) * _SCALES[match[2]]
+        if value == value.to_integral_value() and 0 < value <= MAX_POOL_TOKENS:
+            return int(value)
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a number of tokens: expected a whole number above 0, up to"
+        f" {MAX_POOL_TOKENS}, such as 262144, 512k or 2.56M"
+    )
+
+
+def pool_size(text: str) -> int | None:
+    """A number of tokens, or None for `inf`."""
+    if text == "inf":
+        return None
+    try:
+        return token_count(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or inf") from None
+
+
+def retention(text: str) -> int | None:
+    """None for `dense`, else an interval in tokens, 0 for none."""
+    if text == "dense":
+        return None
+    return 0 if text == "0" else token_count(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The trace and how to replay it."""
+    parser.add_argument(
+        "trace",
+        metavar="TRACE",
+        help="Mooncake .jsonl or .jsonl.gz (512-token blocks), or prefix-tree .csv or .csv.gz"
+        " (64-token blocks)",
+    )
+    parser.add_argument(
+        "--preset",
+        default=DEFAULT_PRESET,
+        metavar="NAME",
+        help=f"KV geometry: {', '.join(names())} (default: {DEFAULT_PRESET}, one full-attention group)",
+    )
+    parser.add_argument(
+        "--block-tokens",
+        type=token_count,
+        metavar="N",
+        help="tokens per page, a multiple of the trace's block (default: that block)",
+    )
+    parser.add_argument(
+        "--pool-tokens",
+        type=pool_size,
+        metavar="N|inf",
+        help="tokens that the pool holds, such as 512k or 2.56M (default: inf)",
+    )
+    parser.add_argument(
+        "--retention",
+        type=retention,
+        metavar="dense|0|N",
+        help="recurrent states to keep: all, the reusable ones, or also every N tokens"
+        " (default: dense)",
+    )
+    parser.add_argument(
+        "--lanes",
+        type=int,
+        metavar="N",
+        help="live sessions side by side, of a prefix-tree trace (default: file order, one session"
+        " after another)",
+    )
+    parser.add_argument(
+        "--hours",
+        type=float,
+        metavar="H",
+        help="with --lanes: simulated hours after 10 minutes of warm-up (default: 1)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="check the manager's invariants as it goes; `checks` in the result says how often",
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the JSON to a file too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay; 0 if no block leaked, else 1."""
+    started = time.perf_counter()
+    lanes = _lanes(args)
+    trace = open_trace(args.trace)
+    settings = ReplaySettings(
+        block_tokens=trace.block_tokens if args.block_tokens is None else args.block_tokens,
+        pool_tokens=args.pool_tokens,
+        preset=args.preset,
+        retention_tokens=args.retention,
+        check=args.check,
+        seed=args.seed,
+    )
+    replay = Replay(trace.path, trace.block_tokens, settings)
+    with Progress() as progress:
+        for count, request in enumerate(trace.requests(lanes), 1):
+            replay.serve(request)
+            progress.update(f"replay: {count} requests, {time.perf_counter() - started:.0f} s")
+    report = replay.report() | {
+        "lanes": args.lanes,
+        "hours": None if lanes is None else lanes.hours,
+        "wall_seconds": time.perf_counter() - started,
+    }
+    if args.json:
+        emit_json(report)
+    else:
+        sys.stdout.write("\n".join(describe(report)) + "\n")
+        sys.stdout.flush()
+    if args.output is not None:
+        write_atomically(args.output, as_json(report))
+    return 1 if report["leaked_blocks"] else 0
+
+
+def _lanes(args: argparse.Namespace) -> LaneSettings | None:
+    if args.lanes is None:
+        if args.hours is not None:
+            raise ConfigError(f"--hours {args.hours} needs --lanes: it is how long lanes live")
+        return None
+    hours = 1.0 if args.hours is None else args.hours
+    return LaneSettings(lanes=args.lanes, hours=hours, seed=args.seed)
+
+
+def describe(report: dict[str, Any]) -> list[str]:
+    """The result as a table for people."""
+    prompt = report["prompt_tokens"]
+    rows = [
+        ("trace", report["trace"]),
+        ("pool", f"{report['pool_tokens']} tokens in blocks of {report['block_tokens']}"),
+        ("requests", f"{report['requests']:,}"),
+        ("prompt tokens", f"{prompt:,}"),
+        ("hit rate", f"{report['hit_rate']:.4f}  (ideal {report['ideal_hit_rate']:.4f})"),
+    ]
+    rows += [
+        (f"lost: {cause.replace('_', ' ')}", f"{tokens / max(1, prompt):.4f}  ({tokens:,} tokens)")
+        for cause, tokens in report["lost_tokens_by_cause"].items()
+        if tokens
+    ]
+    if report["checkpoints_per_request"]:
+        rows.append(("states kept", f"{report['checkpoints_per_request']:.2f} per request"))
+    rows += [
+        ("peak used", f"{report['peak_used_bytes'] / 2**30:,.1f} GiB"),
+        ("leaked blocks", str(report["leaked_blocks"])),
+        ("checks", f"{report['checks']:,}"),
+        ("wall time", f"{report['wall_seconds']:.1f} s"),
+        ("in the manager", f"{report['manager_seconds']:.1f} s"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:{width}}  {value}" for name, value in rows]
