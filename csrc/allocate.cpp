@@ -19,7 +19,8 @@ void Manager::add_stops(const Request& r, int64_t start, int64_t end, std::vecto
     if (r.interval)
         for (int64_t p = (start / r.interval + 1) * r.interval; p <= end; p += r.interval) add(p, true, true);
     add(end / grid_ * grid_, false, false);
-    std::stable_sort(points->begin(), points->end(), [](const Point& a, const Point& b) { return a.position < b.position; });
+    std::stable_sort(points->begin(), points->end(),
+                     [](const Point& a, const Point& b) { return a.position < b.position; });
     size_t kept = 0;
     for (Point& point : *points) {
         if (kept && (*points)[kept - 1].position == point.position) {

@@ -96,8 +96,8 @@ void Manager::attribute_losses(const Request& r, const Walk& walk, const Walk& p
 bool Manager::state_evicted(const Request& r, int64_t position) const {
     const Digest* digest = digest_at(r, position);
     return digest && std::any_of(states_.begin(), states_.end(), [&](int32_t group) {
-        return pools_[static_cast<size_t>(group)].was_evicted(*digest, r.ns);
-    });
+               return pools_[static_cast<size_t>(group)].was_evicted(*digest, r.ns);
+           });
 }
 
 // Keys are chained, so a block that was evicted tells that its whole prefix was stored: the deepest one counts.

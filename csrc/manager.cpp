@@ -44,14 +44,15 @@ int32_t Manager::check_group(int32_t group) const {
 // ---- opening --------------------------------------------------------------------------------------------------------
 
 int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
-    if (args.n_tokens < 1) return fail(KVC_E_ARGUMENT, "the prompt has %lld tokens: it needs at least one",
-                                       static_cast<L>(args.n_tokens));
+    if (args.n_tokens < 1)
+        return fail(KVC_E_ARGUMENT, "the prompt has %lld tokens: it needs at least one", static_cast<L>(args.n_tokens));
     if (args.max_tokens < args.n_tokens)
         return fail(KVC_E_ARGUMENT, "max_tokens is %lld, less than the prompt of %lld tokens",
                     static_cast<L>(args.max_tokens), static_cast<L>(args.n_tokens));
     if ((args.ns == 0) != (args.tokens != nullptr) || (args.ns == 0 && !args.root))
-        return fail(KVC_E_ARGUMENT, "native requests have tokens, a root and namespace 0; foreign ones digests and a"
-                                    " namespace above 0");
+        return fail(KVC_E_ARGUMENT,
+                    "native requests have tokens, a root and namespace 0; foreign ones digests and a"
+                    " namespace above 0");
     if (args.ns && args.n_digests != args.n_tokens / unit_)
         return fail(KVC_E_ARGUMENT, "%lld keys for a prompt of %lld tokens: one for each full block of %lld are %lld",
                     static_cast<L>(args.n_digests), static_cast<L>(args.n_tokens), static_cast<L>(unit_),
@@ -103,16 +104,17 @@ int32_t Manager::extend(int64_t handle, const int32_t* tokens, int64_t n) {
     if (!r) return unknown(handle);
     if (n < 0) return fail(KVC_E_ARGUMENT, "%lld tokens to append", static_cast<L>(n));
     if (n > r->max_tokens - r->n_tokens)
-        return fail(KVC_E_CAPACITY, "request %lld would grow to %lld tokens, but max_tokens is %lld: raise it in open()",
+        return fail(KVC_E_CAPACITY,
+                    "request %lld would grow to %lld tokens, but max_tokens is %lld: raise it in open()",
                     static_cast<L>(handle), static_cast<L>(r->n_tokens + n), static_cast<L>(r->max_tokens));
     if (r->ns) {
-        if (tokens) return fail(KVC_E_ARGUMENT, "request %lld has foreign keys: extend it by a count",
-                                static_cast<L>(handle));
+        if (tokens)
+            return fail(KVC_E_ARGUMENT, "request %lld has foreign keys: extend it by a count", static_cast<L>(handle));
         r->n_tokens += n;
         return KVC_OK;
     }
-    if (!tokens && n) return fail(KVC_E_ARGUMENT, "request %lld has native keys: extend it by tokens",
-                                  static_cast<L>(handle));
+    if (!tokens && n)
+        return fail(KVC_E_ARGUMENT, "request %lld has native keys: extend it by tokens", static_cast<L>(handle));
     r->tokens.insert(r->tokens.end(), tokens, tokens + n);
     r->n_tokens += n;
     const auto known = static_cast<int64_t>(r->digests.size());
@@ -130,7 +132,8 @@ int32_t Manager::retain(int64_t handle, int64_t interval, const int64_t* positio
     Request* r = find(handle);
     if (!r) return unknown(handle);
     if (interval < 0 || interval % grid_)
-        return fail(KVC_E_ARGUMENT, "a retention interval of %lld tokens: it must be 0 or a multiple of the grid of %lld",
+        return fail(KVC_E_ARGUMENT,
+                    "a retention interval of %lld tokens: it must be 0 or a multiple of the grid of %lld",
                     static_cast<L>(interval), static_cast<L>(grid_));
     std::vector<Retained> retained;
     for (int64_t i = 0; i < n; ++i) {
@@ -230,6 +233,10 @@ int32_t Manager::clear() {
     if (!steps_.empty() || !loads_.empty())
         return fail(KVC_E_STATE, "%zu steps and %zu loads are open: end them before clear()", steps_.size(),
                     loads_.size());
+    for (const Slot& slot : slots_)
+        if (slot.request && slot.request->state != RequestState::kWaiting)
+            return fail(KVC_E_STATE, "request %lld holds pages: finish, abort or preempt it before clear()",
+                        static_cast<L>(slot.request->handle));
     for (Pool& pool : pools_) pool.forget_all();
     keyed_.clear();
     return KVC_OK;

@@ -37,8 +37,8 @@ class Manager {
     int32_t info(int64_t handle, kvc_request_info* out);
     int32_t digests(int64_t handle, const uint8_t** digests, int64_t* n_units);
     int32_t table(int64_t handle, int32_t group, int64_t first, int32_t* pages, int64_t cap, int64_t* n);
-    int32_t state_plan(int64_t handle, int32_t group, int32_t* source, int64_t* positions, int32_t* pages,
-                       int64_t cap, int64_t* n);
+    int32_t state_plan(int64_t handle, int32_t group, int32_t* source, int64_t* positions, int32_t* pages, int64_t cap,
+                       int64_t* n);
 
     int32_t load_items(int64_t load, kvc_keyed* items, int64_t cap, int64_t* n);
     int32_t end_load(int64_t load, const uint8_t* ok, int64_t n);

@@ -89,7 +89,10 @@ void Pool::index_erase(uint32_t tag, int32_t id) {
 
 bool Pool::publish(int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key) {
     assert(page(id).key == Page::kNone && page(id).refs > 0);
-    if (find(digest, ns) != kNoPage) return false;
+    if (const int32_t other = find(digest, ns); other != kNoPage) {
+        if (key == Page::kPending || this->page(other).key == Page::kVisible) return false;
+        unpublish(other);  // bytes that are there win over bytes that are still being written
+    }
     index_insert(tag(digest, ns), id);
     Page& page = at(id);
     page.digest = digest;

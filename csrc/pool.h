@@ -29,9 +29,9 @@ struct alignas(64) Page {
     int32_t next = kNoPage;
     int32_t pins = 0;  // the part of refs that readers outside hold
     enum Key : uint8_t { kNone, kPending, kVisible } key = kNone;
-    bool kept = false;    // declared: keeps its place when superseded
-    uint8_t hits = 0;     // adoptions, saturating
-    uint8_t list = 0;     // 0: none, else 1 + List
+    bool kept = false;  // declared: keeps its place when superseded
+    uint8_t hits = 0;   // adoptions, saturating
+    uint8_t list = 0;   // 0: none, else 1 + List
 };
 static_assert(sizeof(Page) == 64);
 
@@ -75,7 +75,8 @@ class Pool {
     // How many keys of the run from `begin` on are visible (or pending, if allowed), up to the first that is not.
     int64_t run_length(const DigestRun& run, uint32_t ns, int64_t begin, bool allow_pending) const;
     void present(const DigestRun& run, uint32_t ns, uint8_t* out) const;
-    // False, and nothing done, where the key is on another page. The page must be held and without key.
+    // False, and nothing done, where the key is on another page; only a visible key is taken over from a pending one.
+    // The page must be held and without key.
     bool publish(int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key);
     void confirm(int32_t id);  // pending -> visible
     void unpublish(int32_t id);

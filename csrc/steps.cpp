@@ -163,7 +163,8 @@ int32_t Manager::end_step(int64_t id) {
 // state gets one.
 void Manager::drop_pages(Request& r) {
     if (r.state == RequestState::kWaiting) return;
-    const bool loading = r.state == RequestState::kLoading;  // then nothing was computed, and keys are the load's affair
+    const bool loading =
+        r.state == RequestState::kLoading;  // then nothing was computed, and keys are the load's affair
     if (r.load) detach_load(r);
     const size_t newest = newest_complete(r);
     for (size_t i = 0; i < r.points.size() && !loading; ++i) {

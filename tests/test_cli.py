@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import kvcache.commands
+from kvcache import ConfigError, InvariantError, cli
+from kvcache.commands import output, preflight
+
+HELPERS = {"output", "preflight"}
+
+
+def cli_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvcache.cli", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,
+    )
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A verb `probe` whose `run` the test sets."""
+    module = SimpleNamespace(HELP="probe", add_arguments=lambda _: None, run=lambda _: 0)
+    monkeypatch.setitem(cli.VERBS, "probe", "a verb for tests")
+    monkeypatch.setitem(sys.modules, "kvcache.commands.probe", module)  # type: ignore[arg-type]
+    return module
+
+
+def raises(error: BaseException) -> Any:
+    def run(_: object) -> int:
+        raise error
+
+    return run
+
+
+def test_every_verb_is_a_module_and_every_module_a_verb() -> None:
+    modules = {m.name for m in pkgutil.iter_modules(kvcache.commands.__path__)}
+    assert modules - HELPERS == set(cli.VERBS)
+    for name in cli.VERBS:
+        module = importlib.import_module(f"kvcache.commands.{name}")
+        assert module.HELP
+        assert callable(module.add_arguments)
+        assert callable(module.run)
+
+
+def test_help_lists_every_verb_and_imports_none() -> None:
+    program = (
+        "import sys; from kvcache.cli import main; status = main(['--help']);"
+        " print([m for m in sys.modules if m.startswith('kvcache.commands') or m == 'numpy']);"
+        " sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    *text, loaded = done.stdout.splitlines()
+    assert loaded == "[]"
+    for name, line in cli.VERBS.items():
+        assert f"{name} " in "\n".join(text)
+        assert line in "\n".join(text)
+
+
+def test_only_the_chosen_verb_is_imported() -> None:
+    program = (
+        "import sys; from kvcache.cli import main; main(['doctor', '--help']);"
+        " print(sorted(m for m in sys.modules if m.startswith('kvcache.commands.')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[-1] == str(
+        [f"kvcache.commands.{m}" for m in ("doctor", "output", "preflight")]
+    )
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvcache {kvcache.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["dance"],
+        ["--json"],
+        ["doctor", "--seed", "-1"],
+        ["doctor", "--seed", "x"],
+        ["doctor", "--nonsense"],
+        ["doctor", "extra"],
+    ],
+)
+def test_wrong_usage_is_one_line_on_stderr_and_exit_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvcache")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("pages is -1: it must be above 0\nor UNLIMITED"), 2),
+        (FileNotFoundError(errno.ENOENT, "No such file", "trace.jsonl"), 2),
+        (InvariantError("page 3 has 2 references, 1 counted"), 1),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_an_error_is_one_line_on_stderr_with_its_exit_status(
+    verb: SimpleNamespace,
+    error: BaseException,
+    status: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    verb.run = raises(error)
+    assert cli.main(["probe"]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+
+
+def test_a_missing_extra_names_what_to_install(
+    verb: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb.run = raises(ModuleNotFoundError("No module named 'torch'", name="torch"))
+    cli.main(["probe"])
+    assert "pip install 'kvcache[engine]'" in capsys.readouterr().err
+
+
+def test_a_fault_of_the_program_is_not_hidden(verb: SimpleNamespace) -> None:
+    verb.run = raises(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["probe"])
+
+
+def test_common_options_reach_the_verb(verb: SimpleNamespace) -> None:
+    seen = []
+    verb.run = lambda args: seen.append((args.json, args.seed)) or 0
+    assert cli.main(["probe"]) == 0
+    assert cli.main(["probe", "--json", "--seed", "18446744073709551615"]) == 0
+    assert seen == [(False, 0), (True, 2**64 - 1)]
+
+
+def test_a_reader_that_leaves_ends_the_program_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = cli_process("doctor", stdout=writer)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_full_disk_behind_stdout_is_bad_input() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = cli_process("doctor", "--json", stdout=full)
+    assert (done.returncode, done.stderr) == (2, "kvcache: stdout: No space left on device\n")
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    target.write_text("old")
+    link = tmp_path / "link.json"
+    link.symlink_to(target)
+    output.write_atomically(link, "new")
+    assert target.read_text() == "new"
+    assert link.is_symlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link.json", "out.json"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out.json"
+    target.write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*out\.json"):
+        output.write_atomically(target, "new")
+    assert target.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_device_is_written_to_and_never_replaced() -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        output.write_atomically("/dev/full", "text")
+    assert Path("/dev/full").is_char_device()
+
+
+def test_json_has_no_infinities_and_plain_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    np = pytest.importorskip("numpy")
+    output.emit_json({"a": float("inf"), "b": [np.float64("nan"), np.int64(3)], 4: np.arange(2)})
+    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [None, 3], "4": [0, 1]}
+
+
+def test_progress_is_silent_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.Progress() as line:
+        line.update("half way")
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_rewrites_one_line_of_a_terminal() -> None:
+    keyboard, screen = os.openpty()
+    with os.fdopen(screen, "w") as stream, output.Progress(stream) as line:
+        line.update("half way")
+    shown = os.read(keyboard, 1000).decode()
+    os.close(keyboard)
+    assert shown == "\r\x1b[Khalf way\r\x1b[K"
+
+
+def test_doctor_reports_what_it_found() -> None:
+    done = cli_process("doctor", "--json", stdout=subprocess.PIPE)
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, report["problems"]
+    assert done.stderr == ""
+    assert report["kvcache"]["version"] == kvcache.__version__
+    assert report["kvcache"]["import_milliseconds"] > 0
+    assert report["native"]["abi_version"] == 1
+    assert report["native"]["sha256_path"] in ("sha-ni", "portable")
+    assert Path(report["native"]["library"]).is_file()
+    assert report["host_memory"]["available_bytes"] > 0
+    assert "cpu" in [c["name"] for c in report["connectors"]]
+
+
+def test_doctor_for_people_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "native core" in text
+    assert "problem:" not in text
+
+
+def test_doctor_names_a_missing_library_and_fails(tmp_path: Path) -> None:
+    environment = {**os.environ, "KVCACHE_NATIVE_DIR": str(tmp_path)}
+    done = cli_process("doctor", "--json", stdout=subprocess.PIPE, env=environment)
+    report = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert str(tmp_path) in report["native"]["error"]
+    assert report["problems"] == [report["native"]["error"]]
+
+
+def test_the_tightest_cgroup_limit_counts(tmp_path: Path) -> None:
+    inner = tmp_path / "slice" / "box"
+    inner.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    (tmp_path / "slice" / "memory.max").write_text("4096\n")
+    assert preflight.cgroup_limit("0::/slice/box\n", tmp_path) == 4096
+    assert preflight.cgroup_limit("0::/elsewhere\n", tmp_path) is None
+
+
+def test_a_version_1_cgroup_is_understood(tmp_path: Path) -> None:
+    (tmp_path / "memory" / "box").mkdir(parents=True)
+    file = "memory.limit_in_bytes"
+    (tmp_path / "memory" / file).write_text(f"{2**63 - 4096}\n")
+    (tmp_path / "memory" / "box" / file).write_text("8192\n")
+    assert preflight.cgroup_limit("3:cpu:/box\n5:memory:/box\n", tmp_path) == 8192
+    assert preflight.cgroup_limit("5:memory:/\n", tmp_path) is None
+
+
+def test_each_memory_problem_has_its_line_of_advice() -> None:
+    good = preflight.HostMemory(
+        total_bytes=64 * preflight.GIB,
+        available_bytes=60 * preflight.GIB,
+        cgroup_limit_bytes=None,
+        memlock_limit_bytes=None,
+        shm_total_bytes=32 * preflight.GIB,
+        shm_free_bytes=32 * preflight.GIB,
+        transparent_huge_pages="madvise",
+    )
+    assert preflight.advice(good) == []
+    bad = preflight.HostMemory(
+        total_bytes=64 * preflight.GIB,
+        available_bytes=preflight.GIB,
+        cgroup_limit_bytes=2 * preflight.GIB,
+        memlock_limit_bytes=65536,
+        shm_total_bytes=64 * 2**20,
+        shm_free_bytes=0,
+        transparent_huge_pages="never",
+    )
+    words = ("available", "cgroup", "memlock", "--shm-size", "huge pages")
+    assert len(preflight.advice(bad)) == len(words)
+    for word, line in zip(words, preflight.advice(bad), strict=True):
+        assert word in line
