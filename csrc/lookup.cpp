@@ -79,31 +79,44 @@ void Manager::attribute_losses(const Request& r, const Walk& walk, const Walk& p
         at = upto;
     };
     lose(KVC_LOST_PENDING, pending.hit);
+    // Up to where attention would have carried a hit without eviction.
+    int64_t reach = attention_.empty() || evicted_any() ? limit : walk.attention;
+    for (const int32_t group : attention_) {
+        if (reach == walk.attention) break;
+        const int64_t resident = attention_hit(r, group, reach, kPresent);
+        reach = std::min(reach, std::max(resident, deepest_evicted(r, group, resident, limit)));
+    }
     if (!states_.empty()) {
-        int64_t evicted = walk.attention;
-        while (evicted > at && !state_evicted(r, evicted)) evicted -= grid_;
+        int64_t evicted = reach;
+        while (evicted > at && !state_known(r, evicted)) evicted -= grid_;
         lose(KVC_LOST_EVICTED, evicted);
         if (!attention_.empty()) lose(KVC_LOST_STATE, walk.attention);
     }
     if (!attention_.empty()) {
         lose(KVC_LOST_PENDING, pending.attention);
-        for (const int32_t group : attention_) lose(KVC_LOST_EVICTED, deepest_evicted(r, group, at, limit));
+        lose(KVC_LOST_EVICTED, reach);
     }
     lose(KVC_LOST_NEW, limit);
     lose(KVC_LOST_LAST, r.n_tokens);
 }
 
-bool Manager::state_evicted(const Request& r, int64_t position) const {
+bool Manager::evicted_any() const {
+    return std::any_of(pools_.begin(), pools_.end(), [](const Pool& pool) { return pool.evictions() > 0; });
+}
+
+// Every recurrent group has a state here, or had one: with the hit below, at least one of them was evicted.
+bool Manager::state_known(const Request& r, int64_t position) const {
     const Digest* digest = digest_at(r, position);
-    return digest && std::any_of(states_.begin(), states_.end(), [&](int32_t group) {
-               return pools_[static_cast<size_t>(group)].was_evicted(*digest, r.ns);
+    return digest && std::all_of(states_.begin(), states_.end(), [&](int32_t group) {
+               const Pool& pool = pools_[static_cast<size_t>(group)];
+               const int32_t page = pool.find(*digest, r.ns);
+               return (page != kNoPage && pool.page(page).key == Page::kVisible) || pool.was_evicted(*digest, r.ns);
            });
 }
 
 // Keys are chained, so a block that was evicted tells that its whole prefix was stored: the deepest one counts.
 int64_t Manager::deepest_evicted(const Request& r, int32_t group, int64_t begin, int64_t limit) const {
     const Pool& pool = pools_[static_cast<size_t>(group)];
-    if (pool.evictions() == 0) return begin;
     const DigestRun run = run_of(r, group, limit);
     const int64_t block = groups_[static_cast<size_t>(group)].block_tokens;
     int64_t i = run.count;

@@ -70,7 +70,8 @@ class Manager {
     bool state_at(const Request& r, int64_t position, unsigned sources) const;
     Walk longest(const Request& r, unsigned sources) const;
     void attribute_losses(const Request& r, const Walk& walk, const Walk& pending, kvc_hit* out) const;
-    bool state_evicted(const Request& r, int64_t position) const;
+    bool evicted_any() const;
+    bool state_known(const Request& r, int64_t position) const;
     int64_t deepest_evicted(const Request& r, int32_t group, int64_t begin, int64_t limit) const;
     uint64_t version() const;
 

@@ -378,10 +378,11 @@ class Manager:
 
     def stops(self, handle: int, start: int, end: int) -> list[int]:
         """Positions in (start, end] where a state must be snapshotted, ascending."""
-        return self._read(
+        found: NDArray[np.int64] = self._read(
             "int64_t",
             lambda buf, cap, n: self._lib.kvc_stops(self._native, handle, start, end, buf, cap, n),
-        ).tolist()
+        )
+        return [int(position) for position in found]
 
     def need(self, handle: int, tokens: int) -> list[int]:
         """New pages of each group that `allocate(handle, tokens)` would take."""

@@ -1,0 +1,112 @@
+"""A plain dense forward of an engine model's weights: the baseline of `kvcache bench engine`.
+
+What a careful engineer writes without paging: contiguous K/V memory in the layout that torch's
+attention likes best, fused projections, one attention call for each layer. It shares the weights
+with the paged engine and no code.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kvcache.engine.layers_attention import Attention
+from kvcache.engine.layers_state import DeltaRule
+from kvcache.engine.model import Model
+
+
+class Dense:
+    """The baseline: K and V of `[requests, kv_heads, context, head_dim]` for each layer."""
+
+    def __init__(self, model: Model, requests: int, context: int) -> None:
+        self.weights = model.weights
+        self.context = context
+        self.memory: list[Tensor] = []
+        for layer in model.weights.layers:
+            mixer = layer.mixer
+            shape = (
+                (2, requests, mixer.kv_heads, context, mixer.head_dim)
+                if isinstance(mixer, Attention)
+                else (requests, *mixer.state_shape)
+            )
+            self.memory.append(torch.zeros(shape))
+
+    def fill(self, seed: int) -> None:
+        """Random K, V and states, in place of those of long prompts."""
+        generator = torch.Generator().manual_seed(seed)
+        for memory in self.memory:
+            memory.normal_(generator=generator)
+
+    def prefill(self, tokens: Tensor) -> Tensor:
+        """Logits `[1, vocabulary]` after a prompt `[n]`, whose K, V and states are kept."""
+        return self._forward(tokens[None], torch.arange(len(tokens))[None], None)
+
+    def decode(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Logits `[requests, vocabulary]` after one more token `[requests]` each."""
+        past = torch.arange(self.context) > lengths[:, None]
+        bias = torch.zeros(past.shape).masked_fill_(past, -torch.inf)[:, None, None, :]
+        return self._forward(tokens[:, None], lengths[:, None], bias)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, bias: Tensor | None) -> Tensor:
+        w = self.weights
+        x = F.embedding(tokens, w.embed)
+        turns = w.rotation[positions]
+        for layer, memory in zip(w.layers, self.memory, strict=True):
+            h = F.rms_norm(x, (x.shape[-1],), layer.mixer_norm, w.epsilon)
+            if isinstance(layer.mixer, Attention):
+                x = x + self._attention(layer.mixer, h, positions, turns, memory, bias)
+            else:
+                x = x + self._state(layer.mixer, h, memory, fresh=bias is None)
+            h = F.rms_norm(x, (x.shape[-1],), layer.mlp_norm, w.epsilon)
+            gate, up = F.linear(h, layer.gate_up).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * up, layer.down)
+        last = F.rms_norm(x[:, -1], (x.shape[-1],), w.norm, w.epsilon)
+        return F.linear(last, w.head)
+
+    def _attention(
+        self, layer: Attention, h: Tensor, positions: Tensor, turns: Tensor, cache: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        n, t, _ = h.shape
+        qkv = F.linear(h, layer.qkv).view(n, t, -1, layer.head_dim)
+        split = qkv.shape[2] - layer.kv_heads
+        turned = torch.view_as_complex(qkv[:, :, :split].reshape(n, t, split, -1, 2))
+        turned = torch.view_as_real(turned * turns[:, :, None]).flatten(-2).transpose(1, 2)
+        q, k = turned.tensor_split([split - layer.kv_heads], dim=1)
+        v = qkv[:, :, split:].transpose(1, 2)
+        if bias is None:
+            cache[0, :, :, :t], cache[1, :, :, :t] = k, v
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            rows = torch.arange(n)
+            cache[0][rows, :, positions[:, 0]] = k[:, :, 0]
+            cache[1][rows, :, positions[:, 0]] = v[:, :, 0]
+            grouped = q.reshape(n, layer.kv_heads, -1, layer.head_dim)
+            out = F.scaled_dot_product_attention(grouped, cache[0], cache[1], attn_mask=bias)
+            out = out.reshape(n, -1, 1, layer.head_dim)
+        return F.linear(out.transpose(1, 2).reshape(n, t, -1), layer.out)
+
+    def _state(self, layer: DeltaRule, h: Tensor, state: Tensor, *, fresh: bool) -> Tensor:
+        n, t, _ = h.shape
+        heads, keys = layer.heads, layer.key_dim
+        qkv = F.linear(h, layer.qkv).view(n, t, heads, -1)
+        q = F.normalize(qkv[..., :keys], dim=-1, eps=layer.epsilon)
+        k = F.normalize(qkv[..., keys : 2 * keys], dim=-1, eps=layer.epsilon)
+        v = qkv[..., 2 * keys :]
+        gates = F.linear(h, layer.gates)
+        decay = torch.sigmoid(gates[..., :heads] + layer.decay_bias)
+        rate = torch.sigmoid(gates[..., heads : 2 * heads])
+        s = torch.zeros_like(state) if fresh else state.clone()
+        outputs = []
+        for i in range(t):
+            s = s * decay[:, i, :, None, None]
+            wrong = v[:, i] - torch.einsum("nhkv,nhk->nhv", s, k[:, i])
+            s = s + torch.einsum("nhk,nhv->nhkv", k[:, i], wrong * rate[:, i, :, None])
+            outputs.append(torch.einsum("nhkv,nhk->nhv", s, q[:, i]))
+        state.copy_(s)
+        mixed = torch.stack(outputs, 1)
+        mixed = F.rms_norm(mixed, (mixed.shape[-1],), layer.norm, layer.epsilon)
+        return F.linear(
+            (mixed * F.silu(gates[..., 2 * heads :].view_as(mixed))).flatten(2), layer.out
+        )

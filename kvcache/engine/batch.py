@@ -1,0 +1,227 @@
+"""From chunks to index tensors: what every layer of one step needs, made once.
+
+Rows are the tokens of all chunks, one after another. Decoding requests (chunks of one token) come
+first, longest context first, so that a bucket of them is a slice:
+
+    rows   | bucket 0 | bucket 1 | span 0 .......... | span 1 ...... |
+             one row per request   a chunk's tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcache.core.layout import Geometry
+from kvcache.core.manager import StatePlan
+from kvcache.core.specs import FullAttention
+from kvcache.engine.chunk import Chunk
+from kvcache.engine.ops import causal_bias
+
+QUERY_BLOCK_TOKENS = 256
+"""A chunk's queries are taken in blocks of this many, each with no more context than it needs."""
+
+BUCKET_RATIO = 2
+"""A bucket's longest context has less than this many times the blocks of its shortest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Decoding requests whose contexts are padded to one length."""
+
+    rows: slice
+    pages: Tensor
+    """`[requests * blocks]`; a shorter request repeats its first page."""
+    bias: Tensor
+    """`[requests, 1, 1, blocks * block_tokens]`: 0 inside the context, -inf past its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The chunk of one request in an attention group."""
+
+    rows: slice
+    pages: Tensor
+    """`[blocks]` up to the chunk's end."""
+    context: int
+    """Tokens up to the chunk's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """One attention group in one step."""
+
+    pages: Tensor
+    """`[rows]`: the page of each token's K and V ..."""
+    offsets: Tensor
+    """... and its place there."""
+    buckets: list[Bucket]
+    spans: list[Span]
+    bias: Tensor | None
+    """Causal bias of one query block with the longest context of the spans."""
+    gathered_pages: int
+    """Most pages that a bucket or span gathers."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpan:
+    """The chunk of one request in a recurrent group."""
+
+    source: int
+    """Page of the state before the first row, -1: zero."""
+    segments: list[tuple[slice, int]]
+    """Rows, and the page that takes the state after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatesPlan:
+    """One recurrent group in one step: decoding requests all at once, then the spans."""
+
+    rows: slice
+    sources: Tensor
+    """`[requests]`: page of the state before the token; any page where there is none."""
+    fresh: Tensor
+    """`[requests]`: there is none, the state is zero."""
+    targets: Tensor
+    spans: list[StateSpan]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's work for a model."""
+
+    tokens: Tensor
+    positions: Tensor
+    last: Tensor
+    """`[chunks]`: row of each chunk's last token, in the order of the chunks."""
+    groups: list[AttentionPlan | StatesPlan]
+
+
+def make_batch(chunks: Sequence[Chunk], geometry: Geometry, heads_per_kv: int) -> Batch:
+    """The plan of one step for chunks that are known to be valid, at least one."""
+    order = sorted(range(len(chunks)), key=lambda i: _place(i, chunks[i]))
+    ordered = [chunks[i] for i in order]
+    ends = np.cumsum([len(c.tokens) for c in ordered])
+    rows = [slice(int(e) - len(c.tokens), int(e)) for e, c in zip(ends, ordered, strict=True)]
+    positions = np.concatenate([np.arange(c.start, c.end) for c in ordered])
+    last = np.empty(len(chunks), np.int64)
+    last[order] = ends - 1
+    return Batch(
+        tokens=torch.from_numpy(np.concatenate([c.tokens for c in ordered])),
+        positions=torch.from_numpy(positions),
+        last=torch.from_numpy(last),
+        groups=[
+            _plan_attention(g, spec.block_tokens, ordered, rows, heads_per_kv)
+            if isinstance(spec, FullAttention)
+            else _plan_states(g, ordered, rows)
+            for g, spec in enumerate(geometry.groups)
+        ],
+    )
+
+
+def _place(index: int, chunk: Chunk) -> tuple[bool, int]:
+    """Decoding requests first, longest context first; then chunks as they came."""
+    decoding = len(chunk.tokens) == 1
+    return (not decoding, -chunk.start if decoding else index)
+
+
+def _decoding(chunks: Sequence[Chunk]) -> int:
+    return sum(len(c.tokens) == 1 for c in chunks)
+
+
+# ---- attention -------------------------------------------------------------------------------------
+
+
+def _plan_attention(
+    group: int, block: int, chunks: Sequence[Chunk], rows: Sequence[slice], heads_per_kv: int
+) -> AttentionPlan:
+    tables = [_table(c, group, block) for c in chunks]
+    positions = [np.arange(c.start, c.end) for c in chunks]
+    pages = [t[p // block] for t, p in zip(tables, positions, strict=True)]
+    decoding = _decoding(chunks)
+    spans = [
+        Span(r, torch.from_numpy(t), c.end)
+        for c, t, r in zip(chunks[decoding:], tables[decoding:], rows[decoding:], strict=True)
+    ]
+    buckets = _buckets(tables[:decoding], [c.end for c in chunks[:decoding]], block)
+    gathered = [bucket.pages for bucket in buckets] + [span.pages for span in spans]
+    return AttentionPlan(
+        pages=torch.from_numpy(np.concatenate(pages)),
+        offsets=torch.from_numpy(np.concatenate(positions) % block),
+        buckets=buckets,
+        spans=spans,
+        bias=_span_bias(chunks[decoding:], heads_per_kv),
+        gathered_pages=max(len(pages) for pages in gathered),
+    )
+
+
+def _table(chunk: Chunk, group: int, block: int) -> NDArray[np.int64]:
+    table = chunk.tables[group]
+    assert table is not None
+    return table[: -(-chunk.end // block)].astype(np.int64)
+
+
+def _span_bias(chunks: Sequence[Chunk], heads_per_kv: int) -> Tensor | None:
+    if not chunks:
+        return None
+    longest = max(len(c.tokens) for c in chunks)
+    return causal_bias(min(QUERY_BLOCK_TOKENS, longest), max(c.end for c in chunks), heads_per_kv)
+
+
+def _buckets(
+    tables: Sequence[NDArray[np.int64]], contexts: Sequence[int], block: int
+) -> list[Bucket]:
+    """Slices of the decoding requests, which come with the longest context first."""
+    buckets, first = [], 0
+    for i in range(1, len(tables) + 1):
+        if i < len(tables) and len(tables[i]) * BUCKET_RATIO > len(tables[first]):
+            continue
+        blocks = len(tables[first])
+        pages = np.empty((i - first, blocks), np.int64)
+        for row, table in zip(pages, tables[first:i], strict=True):
+            row[: len(table)] = table
+            row[len(table) :] = table[0]
+        past = np.arange(blocks * block) >= np.array(contexts[first:i])[:, None]
+        bias = torch.zeros(past.shape).masked_fill_(torch.from_numpy(past), -torch.inf)
+        buckets.append(
+            Bucket(slice(first, i), torch.from_numpy(pages.ravel()), bias[:, None, None, :])
+        )
+        first = i
+    return buckets
+
+
+# ---- recurrent state ---------------------------------------------------------------------------------
+
+
+def _plan_states(group: int, chunks: Sequence[Chunk], rows: Sequence[slice]) -> StatesPlan:
+    plans = [_state(c, group) for c in chunks]
+    decoding = _decoding(chunks)
+    sources = np.array([p.source for p in plans[:decoding]], np.int64)
+    targets = np.array([p.pages[-1] for p in plans[:decoding]], np.int64)
+    return StatesPlan(
+        rows=slice(0, decoding),
+        sources=torch.from_numpy(sources.clip(min=0)),
+        fresh=torch.from_numpy(sources < 0),
+        targets=torch.from_numpy(targets),
+        spans=[
+            StateSpan(p.source, _segments(c, p, r.start))
+            for c, p, r in zip(chunks[decoding:], plans[decoding:], rows[decoding:], strict=True)
+        ],
+    )
+
+
+def _state(chunk: Chunk, group: int) -> StatePlan:
+    plan = chunk.states[group]
+    assert plan is not None
+    return plan
+
+
+def _segments(chunk: Chunk, plan: StatePlan, first_row: int) -> list[tuple[slice, int]]:
+    ends = [first_row + int(p) - chunk.start for p in plan.positions]
+    starts = [first_row, *ends[:-1]]
+    return [(slice(a, b), int(page)) for a, b, page in zip(starts, ends, plan.pages, strict=True)]

@@ -1,0 +1,58 @@
+"""Messages to a prompt, in the ChatML form that the chat template inside SmolLM2's file produces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core.errors import InputError
+from kvcache.engine.tokenizer import Tokenizer
+
+START, END = "<|im_start|>", "<|im_end|>"
+DEFAULT_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+"""What the template puts before a conversation that has no system message."""
+
+
+class Message(NamedTuple):
+    """One message of a conversation."""
+
+    role: str
+    """`system`, `user` or `assistant`."""
+    content: str
+
+
+def _pieces(messages: Sequence[Message], *, answer: bool) -> Iterator[tuple[str, str]]:
+    """(special token or "", plain text after it)."""
+    if not messages:
+        raise InputError("a chat needs at least one message")
+    if messages[0].role != "system":
+        messages = [Message("system", DEFAULT_SYSTEM), *messages]
+    for role, content in messages:
+        yield START, f"{role}\n{content}"
+        yield END, "\n"
+    if answer:
+        yield START, "assistant\n"
+
+
+def render_chat(messages: Sequence[Message], *, answer: bool = True) -> str:
+    """The prompt as text. `answer`: ends where the assistant's answer begins."""
+    return "".join(special + text for special, text in _pieces(messages, answer=answer))
+
+
+def encode_chat(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool = True
+) -> NDArray[np.int32]:
+    """The prompt as tokens. Special tokens inside a message's content are plain text."""
+    parts = []
+    for special, text in _pieces(messages, answer=answer):
+        parts.append(np.array([tokenizer.specials[special]], np.int32))
+        parts.append(tokenizer.encode(text))
+    return np.concatenate(parts)
+
+
+def end_of_answer(tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens at which an answer ends."""
+    return frozenset(tokenizer.specials[text] for text in (END, "<|endoftext|>"))

@@ -1,0 +1,86 @@
+"""Tensor operations that the models share. T = tokens, N = sequences, H = heads.
+
+The results of `linear` and of attention depend in the last bits on how many rows are computed at
+once (measured, see `docs/log.md`); those of the state operations do not: they are elementwise
+products and sums per row, and their activations are made from `exp` alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+FEW_ROWS = range(4, 129)
+"""Rows for which a CPU's BLAS is faster with the weight as the left factor (1.3x to 1.6x at 16)."""
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x [T, in] @ weight [out, in]^T`. The result may be column-major."""
+    if len(x) in FEW_ROWS and x.device.type == "cpu":
+        return torch.mm(weight, x.t()).t()
+    return F.linear(x, weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Root-mean-square norm over the last dimension (arXiv 1910.07467)."""
+    return F.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of `[T, 2 * width]` (arXiv 2002.05202)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """From `exp`: `torch.sigmoid` rounds differently in the tail of a vector loop."""
+    return torch.reciprocal(torch.exp(-x) + 1)
+
+
+def rotation_table(context_tokens: int, head_dim: int, base: float) -> Tensor:
+    """Rotary position angles as unit complex numbers, `[context_tokens, head_dim / 2]`."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    angles = torch.outer(torch.arange(context_tokens, dtype=torch.float64), base**-exponents)
+    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+
+
+def rotate_(x: Tensor, rotation: Tensor) -> None:
+    """Rotary embedding in place, neighbouring elements being a pair (arXiv 2104.09864).
+
+    `x [T, H, head_dim]` with contiguous heads, `rotation [T, head_dim / 2]`.
+    """
+    pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
+    pairs.mul_(rotation.unsqueeze(1))
+
+
+def causal_bias(rows: int, context: int, repeat: int) -> Tensor:
+    """What is added to attention scores so that a token sees itself and what is before it.
+
+    `[rows * repeat, context]`: the last `rows` tokens of a context, each `repeat` times. For a
+    shorter context, or fewer last tokens, take the lower right corner.
+    """
+    bias = torch.zeros(rows, repeat, context)
+    future = torch.ones(rows, rows, dtype=torch.bool).triu_(1)
+    bias[:, :, context - rows :].masked_fill_(future.unsqueeze(1), -torch.inf)
+    return bias.view(rows * repeat, context)
+
+
+def delta_rule(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor
+) -> Tensor:
+    """Gated delta rule, token by token (arXiv 2412.06464). `state` is updated in place.
+
+        S = decay S;  S = S + rate key (value - S^T key)^T;  out = S^T query
+
+    Shapes: state `[N, H, K, V]`; query, key `[N, T, H, K]`; value `[N, T, H, V]`; decay, rate
+    `[N, T, H]`. Returns `[N, T, H, V]`. A token's result does not depend on T or N.
+    """
+    out = torch.empty_like(value)
+    for t in range(value.shape[1]):
+        state.mul_(decay[:, t, :, None, None])
+        key_t = key[:, t, :, :, None]
+        error = value[:, t] - (state * key_t).sum(-2)
+        state.add_(key_t * (error * rate[:, t, :, None])[:, :, None, :])
+        out[:, t] = (state * query[:, t, :, :, None]).sum(-2)
+    return out

@@ -1,0 +1,160 @@
+"""Runners compute the chunks of one step. The scheduler knows only the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcache.connectors.base import PageRegion
+from kvcache.core.errors import InputError, MisuseError
+from kvcache.core.layout import Geometry
+from kvcache.core.manager import StatePlan
+from kvcache.core.specs import FullAttention
+from kvcache.engine.batch import make_batch
+from kvcache.engine.chunk import Chunk
+from kvcache.engine.model import Model
+from kvcache.engine.storage import PagedStorage
+
+__all__ = ["Chunk", "Runner", "TorchRunner"]
+
+
+class Runner(Protocol):
+    """Computes chunks against page memory that it owns."""
+
+    geometry: Geometry
+    vocab_size: int
+    context_tokens: int
+
+    def run(self, chunks: Sequence[Chunk]) -> NDArray[np.int32]:
+        """Compute all chunks of a step.
+
+        Writes the pages that the chunks name for their tokens and states, and no others: a page
+        that a chunk only reads may be shared.
+
+        Returns:
+            The greedy next token after each chunk's last token.
+
+        Raises:
+            InputError: a token or a context out of range; nothing was written.
+        """
+
+
+class TorchRunner:
+    """Runs a model of `kvcache.engine.model` with torch.
+
+    Args:
+        model: weights and geometry.
+        pages: pages of each group's pool.
+
+    Attributes:
+        storage: the page memory, owned.
+        last_logits: `[chunks, vocabulary]` of the last run.
+    """
+
+    def __init__(self, model: Model, pages: Sequence[int]) -> None:
+        self.model = model
+        self.geometry = model.geometry
+        self.vocab_size = model.vocab_size
+        self.context_tokens = model.context_tokens
+        self.storage = PagedStorage(model.geometry, pages)
+        self.last_logits = torch.empty((0, model.vocab_size))
+        self._caches = model.caches(self.storage)
+
+    def regions(self) -> list[PageRegion]:
+        """The page memory, as connectors take it."""
+        return self.storage.regions()
+
+    @property
+    def last_gaps(self) -> NDArray[np.float32]:
+        """For each chunk of the last run, by how much the best logit beats the second best."""
+        best = self.last_logits.topk(2, dim=-1).values
+        gaps: NDArray[np.float32] = (best[:, 0] - best[:, 1]).numpy()
+        return gaps
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> NDArray[np.int32]:
+        """See `Runner`. `MisuseError` for page numbers or state plans that cannot be."""
+        if not chunks:
+            return np.empty(0, np.int32)
+        for chunk in chunks:
+            self._require_valid(chunk)
+        for chunk in chunks:
+            self._clear_open_blocks(chunk)
+        batch = make_batch(chunks, self.geometry, self.model.heads_per_kv)
+        self.last_logits = self.model.forward(batch, self._caches)
+        best: NDArray[np.int32] = self.last_logits.argmax(-1).to(torch.int32).numpy()
+        return best
+
+    def _clear_open_blocks(self, chunk: Chunk) -> None:
+        """Zero the page of a last block that this chunk begins and does not fill.
+
+        Attention reads whole pages: what an earlier owner left, or a failed load, may be NaN.
+        """
+        for g, table in enumerate(chunk.tables):
+            block = self.geometry.block_tokens[g]
+            last = chunk.end // block
+            if table is not None and chunk.end % block and last * block >= chunk.start:
+                self.storage.zero(g, [int(table[last])])
+
+    # ---- what a chunk may be ---------------------------------------------------------------------
+
+    def _require_valid(self, chunk: Chunk) -> None:
+        tokens, groups = chunk.tokens, self.geometry.groups
+        if chunk.start < 0 or len(tokens) == 0:
+            raise MisuseError(f"a chunk of {len(tokens)} tokens from {chunk.start} on: no work")
+        if chunk.end > self.context_tokens:
+            raise InputError(
+                f"a context of {chunk.end} tokens is longer than the model's"
+                f" {self.context_tokens}: shorten the prompt or the output"
+            )
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.vocab_size:
+            raise InputError(
+                f"token id {low if low < 0 else high} is out of range: the model has"
+                f" {self.vocab_size} tokens"
+            )
+        if len(chunk.tables) != len(groups) or len(chunk.states) != len(groups):
+            raise MisuseError(
+                f"a chunk has {len(chunk.tables)} tables and {len(chunk.states)} states for"
+                f" {len(groups)} groups: give one each"
+            )
+        for g, spec in enumerate(groups):
+            if isinstance(spec, FullAttention):
+                self._require_table(g, chunk)
+            else:
+                self._require_plan(g, chunk)
+
+    def _require_table(self, group: int, chunk: Chunk) -> None:
+        table, block = chunk.tables[group], self.geometry.block_tokens[group]
+        blocks = -(-chunk.end // block)
+        if table is None or len(table) < blocks:
+            raise MisuseError(
+                f"group {group}: {0 if table is None else len(table)} pages for a context of"
+                f" {chunk.end} tokens, which needs {blocks}"
+            )
+        self._require_pages(group, table[:blocks])
+
+    def _require_plan(self, group: int, chunk: Chunk) -> None:
+        plan = chunk.states[group]
+        if not isinstance(plan, StatePlan) or not len(plan.positions) == len(plan.pages) > 0:
+            raise MisuseError(f"group {group}: a chunk to {chunk.end} has no state plan")
+        edges = np.concatenate(([chunk.start], plan.positions))
+        if (np.diff(edges) < 1).any() or edges[-1] != chunk.end:
+            raise MisuseError(
+                f"group {group}: states after {plan.positions.tolist()} tokens do not cut the chunk"
+                f" [{chunk.start}, {chunk.end}) up to its end"
+            )
+        if plan.source < 0 < chunk.start:
+            raise MisuseError(f"group {group}: a chunk from {chunk.start} on has no source state")
+        self._require_pages(group, np.append(plan.pages, max(plan.source, 0)))
+
+    def _require_pages(self, group: int, pages: NDArray[np.int32]) -> None:
+        low, high, have = int(pages.min()), int(pages.max()), len(self.storage.raw[group])
+        if low < 0 or high >= have:
+            raise MisuseError(
+                f"group {group}: page {low if low < 0 else high} is not one of its {have} pages"
+            )

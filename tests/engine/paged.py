@@ -1,0 +1,95 @@
+"""Drives a runner as a scheduler does: block tables, state pages, chunk plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcache.core.manager import StatePlan
+from kvcache.core.specs import FullAttention
+from kvcache.engine.model import Model
+from kvcache.engine.runner import Chunk, TorchRunner
+
+
+class Request:
+    """One request: which pages it has, and how far it is."""
+
+    def __init__(
+        self, runner: TorchRunner, tables: Sequence[Sequence[int]], state: int = 0
+    ) -> None:
+        self.runner = runner
+        self.tables = [np.array(t, np.int32) for t in tables]
+        self.state = state
+        """Page of its running state."""
+        self.source = -1
+        self.done = 0
+
+    def chunk(self, tokens: NDArray[np.int32], snapshots: dict[int, int] | None = None) -> Chunk:
+        """The next chunk; `snapshots`: position -> page that takes the state there."""
+        start, end = self.done, self.done + len(tokens)
+        stops = {p: page for p, page in (snapshots or {}).items() if start < p <= end}
+        stops.setdefault(end, self.state)
+        positions = sorted(stops)
+        plan = StatePlan(
+            self.source,
+            np.array(positions, np.int64),
+            np.array([stops[p] for p in positions], np.int32),
+        )
+        tables: list[NDArray[np.int32] | None] = []
+        states: list[StatePlan | None] = []
+        attention = iter(self.tables)
+        for spec in self.runner.geometry.groups:
+            full = isinstance(spec, FullAttention)
+            tables.append(next(attention) if full else None)
+            states.append(None if full else plan)
+        self.done, self.source = end, stops[end]
+        return Chunk(tokens, start, tables, states)
+
+
+def pages_for(model: Model, tokens: int, requests: int = 1, states: int = 16) -> list[int]:
+    """Pool sizes with room to spare."""
+    return [
+        requests * (-(-tokens // g.block_tokens) + 1) if isinstance(g, FullAttention) else states
+        for g in model.geometry.groups
+    ]
+
+
+def new_sequence(model: Model, tokens: int, seed: int | None = None, fill: float = 0.0) -> Request:
+    """A request alone on a runner of its own; `seed` shuffles its pages, `fill` was in them."""
+    pages = pages_for(model, tokens)
+    runner = TorchRunner(model, pages)
+    for raw in runner.storage.raw:
+        raw.view(torch.float32).fill_(fill)
+    order = np.arange(pages[0])
+    if seed is not None:
+        np.random.default_rng(seed).shuffle(order)
+    return Request(runner, [order.tolist()], state=int(order[0]) % 16)
+
+
+def run(
+    sequence: Request, tokens: NDArray[np.int32], cuts: Iterable[int] = (),
+    snapshots: dict[int, int] | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Logits after each chunk of `tokens`, which follow what the request has; cut at positions."""
+    first = sequence.done
+    edges = [*(c for c in cuts if first < c < first + len(tokens)), first + len(tokens)]
+    out = []
+    for end in edges:
+        part = tokens[sequence.done - first : end - first]
+        sequence.runner.run([sequence.chunk(part, snapshots)])
+        out.append(sequence.runner.last_logits[0].clone())
+    return out
+
+
+def random_tokens(model: Model, count: int, seed: int) -> NDArray[np.int32]:
+    return np.random.default_rng(seed).integers(0, model.vocab_size, count).astype(np.int32)
+
+
+def assert_close(left: torch.Tensor, right: torch.Tensor, tolerance: float = 1e-4) -> None:
+    """Logits that differ by rounding at most, and choose the same token."""
+    assert left.isfinite().all()
+    assert float((left - right).abs().max()) < tolerance
+    assert torch.equal(left.argmax(-1), right.argmax(-1))

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine import paged
+from numpy.typing import NDArray
+
+from kvcache.bench.engine import EngineBench, run_engine_bench
+from kvcache.core.errors import ConfigError
+from kvcache.engine.chunk import Chunk
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvcache.cli", "bench", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+SMALL = ("--model", "tiny", "--tokens", "40", "--repeats", "2", "--threads", "1")
+
+
+def test_the_engine_bench_prints_one_json_object_of_two_equal_computations(tmp_path: Path) -> None:
+    output = tmp_path / "bench.json"
+    done = bench("engine", *SMALL, "--json", "--seed", "3", "--output", str(output))
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert json.loads(output.read_text()) == report
+    assert report["prefill_vs_dense"] == report["prefill"]["ratio"] > 0
+    assert report["decode16_vs_padded"] == report["decode16"]["ratio"] > 0
+    assert (report["seed"], report["machine"]["threads"]) == (3, 1)
+    for part in ("prefill", "decode16"):
+        assert report[part]["same_next_tokens"] is True
+        assert report[part]["max_logit_difference"] < 1e-4
+
+
+def test_the_engine_bench_has_a_form_for_people() -> None:
+    done = bench("engine", *SMALL)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        "tiny-hybrid-0,", "paged", "prefill", "decode16",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nothing",), "nothing"),
+        (("engine", "--model", "huge"), "model is 'huge': choose from smollm2, tiny"),
+        (("engine", *SMALL[:2], "--tokens", "0"), "tokens is 0: it must be above 0"),
+        (("engine", *SMALL[:2], "--tokens", "99999"), "the model's context has 32768"),
+        (("engine", *SMALL[:2], "--threads", "-1"), "threads is -1"),
+        (("engine", *SMALL[:2], "--repeats", "x"), "x"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_exit_2(arguments: tuple[str, ...], message: str) -> None:
+    done = bench(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_bench_leaves_the_thread_count_as_it_was() -> None:
+    torch.set_num_threads(1)
+    with pytest.raises(ConfigError, match="context"):
+        run_engine_bench(EngineBench(model="tiny", threads=2, tokens=10**6), print)
+    assert torch.get_num_threads() == 1
+
+
+def test_a_wrong_paged_computation_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = paged.TorchRunner.run
+
+    def broken(self: paged.TorchRunner, chunks: Sequence[Chunk]) -> NDArray[np.int32]:
+        best = compute(self, chunks)
+        self.last_logits = self.last_logits.roll(1, -1)
+        return best
+
+    monkeypatch.setattr(paged.TorchRunner, "run", broken)
+    report = run_engine_bench(EngineBench(model="tiny", tokens=40, repeats=1), lambda _: None)
+    assert report["prefill"]["same_next_tokens"] is False
+    assert report["decode16"]["max_logit_difference"] > 0.1

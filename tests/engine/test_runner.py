@@ -1,0 +1,349 @@
+"""The runner's contract with a scheduler: which pages are read and written, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine import paged
+from hypothesis import given, settings, strategies as st
+
+from kvcache.core.errors import ConfigError, InputError, MisuseError
+from kvcache.core.layout import Geometry
+from kvcache.core.manager import StatePlan
+from kvcache.core.specs import FullAttention, RecurrentState
+from kvcache.engine import tiny
+from kvcache.engine.batch import make_batch
+from kvcache.engine.model import Model
+from kvcache.engine.runner import TorchRunner
+from kvcache.engine.storage import PagedStorage
+
+torch.set_num_threads(1)
+
+MODEL = tiny.build_model(seed=11)
+SMALL_BLOCKS = tiny.build_model(seed=11, block_tokens=4)
+
+
+def everything(runner: TorchRunner) -> list[torch.Tensor]:
+    return [raw.clone() for raw in runner.storage.raw]
+
+
+# ---- which numbers the pages have does not matter -------------------------------------------------
+
+
+@pytest.mark.parametrize("cuts", [[], [16, 40], [1, 2, 3, 61]])
+def test_page_numbers_do_not_change_a_bit(cuts: list[int]) -> None:
+    tokens = paged.random_tokens(MODEL, 70, seed=1)
+    plain, shuffled = (
+        paged.run(paged.new_sequence(MODEL, 70, seed=s), tokens, cuts) for s in (None, 5)
+    )
+    assert all(map(torch.equal, plain, shuffled))
+
+
+def test_what_earlier_owners_left_in_a_page_does_not_change_a_bit() -> None:
+    tokens = paged.random_tokens(MODEL, 70, seed=2)
+    cuts = [1, 16, 40, 41, 48, 49, 50, 64]
+    clean = paged.run(paged.new_sequence(MODEL, 70), tokens, cuts)
+    for left in (7.0, float("nan"), float("inf")):
+        assert all(
+            map(
+                torch.equal,
+                clean,
+                paged.run(paged.new_sequence(MODEL, 70, fill=left), tokens, cuts),
+            )
+        )
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([MODEL, SMALL_BLOCKS]),
+    st.integers(2, 90),
+    st.lists(st.integers(1, 89), max_size=6, unique=True).map(sorted),
+    st.lists(st.integers(1, 89), max_size=3, unique=True),
+    st.integers(0, 2**32),
+)
+def test_any_chunk_plan_gives_the_same_next_token(
+    model: Model, count: int, cuts: list[int], stops: list[int], seed: int
+) -> None:
+    tokens = paged.random_tokens(model, count, seed)
+    (whole,) = paged.run(paged.new_sequence(model, count), tokens)
+    snapshots = {position: 10 + i for i, position in enumerate(stops)}
+    request = paged.new_sequence(model, count, seed=seed)
+    request.state %= 10
+    *_, last = paged.run(request, tokens, cuts, snapshots)
+    paged.assert_close(last, whole)
+
+
+def test_a_chunk_of_many_query_blocks_gives_the_same_next_token() -> None:
+    tokens = paged.random_tokens(MODEL, 700, seed=8)
+    (whole,) = paged.run(paged.new_sequence(MODEL, 700), tokens)
+    *_, late = paged.run(paged.new_sequence(MODEL, 700), tokens, cuts=[100])
+    *_, small = paged.run(paged.new_sequence(MODEL, 700), tokens, cuts=range(90, 700, 90))
+    paged.assert_close(whole, small)
+    paged.assert_close(late, small)
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, 70), st.integers(1, 30)), min_size=1, max_size=7), st.data()
+)
+def test_a_request_computes_the_same_alone_and_among_others(
+    shapes: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """(tokens before, tokens now) of each request, all in one step: decoding and chunks mixed."""
+    runner = TorchRunner(MODEL, paged.pages_for(MODEL, 100, requests=len(shapes)))
+    pages = np.arange(8 * len(shapes)).reshape(len(shapes), 8)
+    requests, chunks, alone = [], [], []
+    for i, (before, now) in enumerate(shapes):
+        count = before + (1 if before and data.draw(st.booleans()) else now)
+        tokens = paged.random_tokens(MODEL, count, seed=i)
+        request = paged.Request(runner, [pages[i]], state=i)
+        single = paged.new_sequence(MODEL, 100)
+        if before:
+            paged.run(request, tokens[:before])
+            paged.run(single, tokens[:before])
+        requests.append(request)
+        chunks.append(request.chunk(tokens[before:]))
+        alone.append(paged.run(single, tokens[before:])[0])
+    best = runner.run(chunks)
+    paged.assert_close(runner.last_logits, torch.stack(alone))
+    assert best.tolist() == torch.stack(alone).argmax(-1).tolist()
+
+
+# ---- states ----------------------------------------------------------------------------------------
+
+
+def test_a_restored_state_and_blocks_continue_bit_for_bit() -> None:
+    tokens = paged.random_tokens(MODEL, 96, seed=3)
+    first = paged.new_sequence(MODEL, 96, seed=3)
+    first.state = 0
+    paged.run(first, tokens[:48], cuts=[20], snapshots={32: 5, 48: 6})
+    for start, snapshot in ((32, 5), (48, 6)):
+        straight = paged.new_sequence(MODEL, 96)
+        straight.state = 0
+        paged.run(straight, tokens[:start], cuts=[20])
+        expected = paged.run(straight, tokens[start:], cuts=[60, 61, 62])
+
+        other = paged.new_sequence(MODEL, 96, seed=start)
+        other.state, other.source, other.done = 1, 9, start
+        blocks = start // 16
+        for source, target in zip(first.tables[0][:blocks], other.tables[0][:blocks], strict=True):
+            other.runner.storage.raw[0][int(target)] = first.runner.storage.raw[0][int(source)]
+        other.runner.storage.raw[1][9] = first.runner.storage.raw[1][snapshot]
+        restored = paged.run(other, tokens[start:], cuts=[60, 61, 62])
+        assert all(map(torch.equal, restored, expected))
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_source_page_that_is_not_a_target_is_only_read(count: int) -> None:
+    tokens = paged.random_tokens(MODEL, 32 + count, seed=4)
+    request = paged.new_sequence(MODEL, 64)
+    request.state = 2
+    paged.run(request, tokens[:32], snapshots={32: 3})
+    before = request.runner.storage.raw[1][3].clone()
+    paged.run(request, tokens[32:])
+    assert torch.equal(request.runner.storage.raw[1][3], before)
+    assert not torch.equal(request.runner.storage.raw[1][2], before)
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_state_is_updated_in_place_where_source_and_target_are_one(count: int) -> None:
+    tokens = paged.random_tokens(MODEL, 32 + count, seed=5)
+    in_place, moved = paged.new_sequence(MODEL, 64), paged.new_sequence(MODEL, 64)
+    in_place.state = moved.state = 2
+    for request, snapshots in ((in_place, {}), (moved, {32: 3})):
+        paged.run(request, tokens[:32], snapshots=snapshots)
+        paged.run(request, tokens[32:])
+    a, b = in_place.runner.storage.raw[1], moved.runner.storage.raw[1]
+    assert torch.equal(a[2], b[2])
+
+
+def test_a_snapshot_holds_the_state_of_its_position() -> None:
+    tokens = paged.random_tokens(MODEL, 40, seed=6)
+    whole, stopped = paged.new_sequence(MODEL, 40), paged.new_sequence(MODEL, 40)
+    whole.state = stopped.state = 0
+    paged.run(stopped, tokens[:32])
+    paged.run(whole, tokens, snapshots={32: 7})
+    a, b = (r.runner.storage.raw[1].view(torch.float32) for r in (whole, stopped))
+    assert float((a[7] - b[0]).abs().max()) < 1e-5
+    assert float((a[7] - a[0]).abs().max()) > 1e-2
+
+
+# ---- only the named pages are written ----------------------------------------------------------------
+
+
+def test_a_step_writes_only_its_own_slots() -> None:
+    runner = TorchRunner(SMALL_BLOCKS, [12, 8])
+    for raw in runner.storage.raw:
+        raw.view(torch.float32).normal_(generator=torch.Generator().manual_seed(0))
+    shared = [1, 2]
+    one = paged.Request(runner, [[*shared, 3, 4]], state=0)
+    two = paged.Request(runner, [[*shared, 5, 6]], state=1)
+    for request in (one, two):
+        request.done, request.source = 8, 4
+    before = everything(runner)
+    tokens = paged.random_tokens(SMALL_BLOCKS, 6, seed=1)
+    runner.run([one.chunk(tokens[:1]), two.chunk(tokens[1:])])
+    written = [
+        {i for i, (a, b) in enumerate(zip(old, new, strict=True)) if not torch.equal(a, b)}
+        for old, new in zip(before, runner.storage.raw, strict=True)
+    ]
+    assert written == [{3, 5, 6}, {0, 1}]
+
+
+# ---- what is refused ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def request_() -> paged.Request:
+    request = paged.new_sequence(MODEL, 64)
+    request.state = 0
+    paged.run(request, paged.random_tokens(MODEL, 20, seed=0))
+    return request
+
+
+def refused(
+    request: paged.Request,
+    match: str,
+    error: type[Exception] = MisuseError,
+    tokens: Sequence[int] = (1, 2),
+    **changes: Any,
+) -> None:
+    before = everything(request.runner)
+    chunk = dataclasses.replace(request.chunk(np.array(tokens, np.int32)), **changes)
+    with pytest.raises(error, match=match):
+        request.runner.run([chunk])
+    assert all(map(torch.equal, before, everything(request.runner)))
+
+
+@pytest.mark.parametrize("token", [-1, 259, 2**31 - 1])
+def test_a_token_out_of_range_is_refused(request_: paged.Request, token: int) -> None:
+    message = f"token id {token} is out of range: the model has 259"
+    refused(request_, message, InputError, (1, token))
+
+
+def test_a_context_longer_than_the_models_is_refused(request_: paged.Request) -> None:
+    refused(
+        request_, "32769 tokens is longer than the model's 32768", InputError, (1,), start=32768
+    )
+
+
+@pytest.mark.parametrize(
+    ("match", "changes"),
+    [
+        ("no work", {"tokens": np.empty(0, np.int32)}),
+        ("no work", {"start": -1}),
+        ("1 tables and 2 states for 2 groups", {"tables": [None]}),
+        ("1 pages for a context of 22 tokens, which needs 2", {"tables": [np.zeros(1, int), None]}),
+        ("0 pages for a context", {"tables": [None, None]}),
+        ("page -1 is not one of its 5", {"tables": [np.array([0, -1]), None]}),
+        ("page 5 is not one of its 5", {"tables": [np.array([0, 5]), None]}),
+        ("no state plan", {"states": [None, None]}),
+        ("no state plan", {"states": [None, StatePlan(0, np.empty(0, int), np.empty(0, int))]}),
+        ("do not cut", {"states": [None, StatePlan(0, np.array([21]), np.array([0]))]}),
+        ("do not cut", {"states": [None, StatePlan(0, np.array([22, 22]), np.array([0, 1]))]}),
+        ("do not cut", {"states": [None, StatePlan(0, np.array([20, 22]), np.array([0, 1]))]}),
+        ("has no source", {"states": [None, StatePlan(-1, np.array([22]), np.array([0]))]}),
+        ("page 16 is not one", {"states": [None, StatePlan(16, np.array([22]), np.array([0]))]}),
+        ("page 99 is not one", {"states": [None, StatePlan(0, np.array([22]), np.array([99]))]}),
+    ],
+)
+def test_a_chunk_that_cannot_be_is_refused(
+    request_: paged.Request, match: str, changes: dict[str, Any]
+) -> None:
+    refused(request_, match, **changes)
+
+
+def test_a_bad_chunk_stops_the_whole_step(request_: paged.Request) -> None:
+    good = request_.chunk(np.array([1, 2], np.int32))
+    before = everything(request_.runner)
+    with pytest.raises(InputError):
+        request_.runner.run([good, dataclasses.replace(good, tokens=np.array([300], np.int32))])
+    assert all(map(torch.equal, before, everything(request_.runner)))
+
+
+def test_a_step_without_chunks_does_nothing() -> None:
+    assert TorchRunner(MODEL, [1, 1]).run([]).tolist() == []
+
+
+# ---- results and memory ------------------------------------------------------------------------------
+
+
+def test_gaps_tell_how_close_the_second_token_was(request_: paged.Request) -> None:
+    other = paged.new_sequence(MODEL, 64)
+    chunk = request_.chunk(np.array([5, 6, 7], np.int32))
+    best = request_.runner.run([chunk])
+    top, second = np.sort(request_.runner.last_logits[0].numpy())[::-1][:2]
+    assert best[0] == int(request_.runner.last_logits[0].argmax())
+    assert request_.runner.last_gaps.tolist() == [top - second]
+    assert other.runner.last_gaps.shape == (0,)
+
+
+def test_regions_name_the_memory_of_every_group() -> None:
+    runner = TorchRunner(MODEL, [5, 3])
+    sizes = [g.page_bytes for g in MODEL.geometry.groups]
+    assert [(r.page_bytes, r.pages) for r in runner.regions()] == list(
+        zip(sizes, [5, 3], strict=True)
+    )
+    assert sizes == [16 * 2 * 2 * 2 * 16 * 4, 2 * 4 * 16 * 16 * 4]
+    for region, raw in zip(runner.regions(), runner.storage.raw, strict=True):
+        assert region.address == raw.data_ptr()
+
+
+def test_a_page_holds_layers_then_keys_and_values_then_tokens() -> None:
+    request = paged.new_sequence(SMALL_BLOCKS, 8)
+    request.tables, request.state = [np.array([1, 2])], 0
+    paged.run(request, np.array([9, 9, 9, 9, 7], np.int32))
+    group = SMALL_BLOCKS.geometry.groups[0]
+    pages = request.runner.storage.raw[0].view(torch.float32)
+    pages = pages.view(-1, group.layers, 2, group.block_tokens, group.kv_heads, group.head_dim)
+    assert pages[1].abs().amin((-1, -2)).shape == (2, 2, 4)
+    assert (pages[1].abs().amax((-1, -2)) > 0).all()
+    assert (pages[2].abs().amax((-1, -2)) > 0).sum(-1).tolist() == [[1, 1], [1, 1]]
+    assert (pages[0] == 0).all()
+    keys, values = pages[1, 0]
+    assert not torch.allclose(keys[0], keys[1], atol=1e-3), "equal tokens have other positions"
+    assert not torch.allclose(values[0], keys[0], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("pages", "match"),
+    [
+        ([4], "1 numbers for 2 groups"),
+        ([0, 4], "pages of group 'attention' is 0"),
+        ([4, -1], "pages of group 'state' is -1"),
+        ([1 << 45, 4], r"no memory for pools .* make the pools smaller"),
+    ],
+)
+def test_pools_that_cannot_be_are_refused(pages: list[int], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        TorchRunner(MODEL, pages)
+
+
+def test_elements_must_fit_the_storage_type() -> None:
+    wide = FullAttention(
+        name="a", layers=1, kv_heads=1, head_dim=8, block_tokens=4, element_bytes=2
+    )
+    with pytest.raises(ConfigError, match=r"elements of 2 bytes, torch\.float32 has 4"):
+        PagedStorage(Geometry((wide,)), [1])
+    odd = RecurrentState(name="s", layers=1, state_bytes_per_layer=6)
+    with pytest.raises(ConfigError, match="not whole elements"):
+        PagedStorage(Geometry((odd,)), [1])
+
+
+def test_padding_of_decoding_requests_is_bounded() -> None:
+    request = paged.new_sequence(MODEL, 2000)
+    request.tables = [np.arange(100) % 3]
+    chunks = []
+    for start in (1599, 10, 700, 900, 40, 1000, 30):
+        request.done, request.source = start, 0
+        chunks.append(request.chunk(np.array([1], np.int32)))
+    plan = make_batch(chunks, MODEL.geometry, 2).groups[0]
+    padded = sum(len(b.pages) for b in plan.buckets)
+    needed = sum(-(-c.end // 16) for c in chunks)
+    assert [b.rows for b in plan.buckets] == [slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7)]
+    assert padded < 2 * needed
