@@ -1,0 +1,244 @@
+"""One thread that copies pages, fed by two bounded queues: loads first, then stores.
+
+    submit --> [ loads  | | ] --+
+                                +--> thread: one batch at a time --> results --> poll
+    submit --> [ stores | | ] --+
+
+A job is cut into batches. Between two batches the thread looks up again: a load that came
+meanwhile overtakes a store, a passed deadline or `close` ends the job. An exception ends its job
+with the exception's text; whatever ends the thread itself ends every job the same way, so that
+nobody waits for a result that cannot come.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.connectors.base import Direction, PageRegion, Transfer, TransferResult, failed
+
+CopyFunction = Callable[[PageRegion, PageRegion, NDArray[np.int32], NDArray[np.int32]], None]
+"""`(source, target, source_pages, target_pages)`: copies pair by pair; all or an exception."""
+
+IDLE_SECONDS = 5.0
+"""How often an idle thread looks up without being woken."""
+
+
+class Batch(NamedTuple):
+    """What is copied in one go: a bounded number of bytes of one group."""
+
+    source: PageRegion
+    target: PageRegion
+    source_pages: NDArray[np.int32]
+    target_pages: NDArray[np.int32]
+    items: NDArray[np.intp]
+    """Indices into the transfer."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A transfer on its way. `done` and `ok` are the thread's, the rest is set under the lock."""
+
+    transfer: Transfer
+    batches: Sequence[Batch]
+    ok: NDArray[np.uint8]
+    due: float
+    error: str
+    done: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+    late: bool = False
+
+    def result(self, error: str) -> TransferResult:
+        return TransferResult(
+            self.transfer.id,
+            self.transfer.direction,
+            self.ok,
+            error=error,
+            seconds=self.seconds,
+            bytes=self.bytes,
+        )
+
+    def overdue(self) -> str:
+        return (
+            f"Deadline: {self.transfer.deadline_seconds} s passed after {self.done} of"
+            f" {len(self.batches)} batches"
+        )
+
+
+def describe(error: BaseException) -> str:
+    """`Kind: text`, as results carry it."""
+    return f"{type(error).__name__}: {error}"
+
+
+class CopyThread:
+    """Runs copies in order of arrival, loads before stores.
+
+    Args:
+        copy: moves the bytes of one batch; called on the thread, without the lock.
+        queue_depth: transfers of one direction that may be open (accepted, end not yet polled).
+        on_exit: called once, when no copy runs any more and none will.
+    """
+
+    def __init__(
+        self, copy: CopyFunction, *, queue_depth: int, on_exit: Callable[[], None]
+    ) -> None:
+        self._copy = copy
+        self._depth = queue_depth
+        self._on_exit = on_exit
+        self._changed = threading.Condition()
+        self._queues: dict[Direction, deque[_Job]] = {d: deque() for d in Direction}
+        self._open = dict.fromkeys(Direction, 0)
+        self._running: _Job | None = None
+        self._results: deque[TransferResult] = deque()
+        self._ended = ""
+        self._thread = threading.Thread(target=self._run, name="kvcache-copy", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. Once."""
+        self._thread.start()
+
+    # ---- the caller's side ---------------------------------------------------------------------
+
+    def submit(self, transfer: Transfer, batches: Sequence[Batch], error: str) -> bool:
+        """Queue a transfer; False if the queue is full. `error`: what is wrong with other items.
+
+        After the thread ended, the transfer is taken and its result says why nothing was copied.
+        """
+        job = _Job(
+            transfer,
+            batches,
+            np.zeros(len(transfer.pages), np.uint8),
+            time.monotonic() + transfer.deadline_seconds,
+            error,
+        )
+        with self._changed:
+            if self._open[transfer.direction] >= self._depth:
+                return False
+            self._open[transfer.direction] += 1
+            self._notice_death()
+            if self._ended or not batches:
+                self._results.append(job.result(self._ended or error))
+            else:
+                self._queues[transfer.direction].append(job)
+            self._changed.notify_all()
+        return True
+
+    def poll(self) -> list[TransferResult]:
+        """Results since the last call."""
+        with self._changed:
+            self._sweep(time.monotonic())
+            results = list(self._results)
+            self._results.clear()
+            for result in results:
+                if not result.late:
+                    self._open[result.direction] -= 1
+        return results
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Until there is a result, or the time is over."""
+        end = time.monotonic() + timeout_seconds
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                self._sweep(now)
+                if self._results or now >= end:
+                    return bool(self._results)
+                dues = [job.due for queue in self._queues.values() for job in queue if not job.late]
+                self._changed.wait(min([end, *dues]) - now)
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Fail what is queued, wait for the running batch. True: nothing runs any more."""
+        with self._changed:
+            self._ended = self._ended or "Closed: the connector was closed"
+            self._fail_queued()
+            self._changed.notify_all()
+        if self._thread.ident is None:
+            self._on_exit()
+            return True
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    # ---- under the lock ------------------------------------------------------------------------
+
+    def _sweep(self, now: float) -> None:
+        """Ends what is overdue: for good where nothing moves, as late where a copy runs."""
+        self._notice_death()
+        for queue in self._queues.values():
+            overdue = [job for job in queue if job.due <= now and not job.late]
+            for job in overdue:
+                if job is self._running:
+                    job.late = True
+                    late = failed(job.transfer, job.overdue())
+                    self._results.append(replace(late, late=True))
+                else:
+                    queue.remove(job)
+                    self._results.append(job.result(job.overdue()))
+
+    def _notice_death(self) -> None:
+        """If the thread is gone without a word, its jobs end here."""
+        if self._thread.ident is not None and not self._thread.is_alive():
+            self._ended = self._ended or "ThreadDied: the copy thread is gone"
+            self._running = None
+            self._fail_queued()
+
+    def _fail_queued(self) -> None:
+        for queue in self._queues.values():
+            for job in [job for job in queue if job is not self._running]:
+                queue.remove(job)
+                self._results.append(job.result(self._ended))
+
+    # ---- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while (job := self._next()) is not None:
+                self._run_batch(job)
+        except BaseException as error:  # noqa: BLE001  (reported by every job and by submit)
+            with self._changed:
+                self._ended = f"ThreadDied: the copy thread ended by {describe(error)}"
+        finally:
+            with self._changed:
+                self._running = None
+                self._fail_queued()
+                self._changed.notify_all()
+            self._on_exit()
+
+    def _next(self) -> _Job | None:
+        with self._changed:
+            while not self._ended:
+                for direction in (Direction.LOAD, Direction.STORE):
+                    if self._queues[direction]:
+                        self._running = self._queues[direction][0]
+                        return self._running
+                self._changed.wait(IDLE_SECONDS)
+            return None
+
+    def _run_batch(self, job: _Job) -> None:
+        batch, error = job.batches[job.done], ""
+        begin = time.monotonic()
+        if begin >= job.due:
+            error = job.overdue()
+        else:
+            try:
+                self._copy(batch.source, batch.target, batch.source_pages, batch.target_pages)
+            except Exception as fault:  # noqa: BLE001  (any failure is the transfer's)
+                error = describe(fault)
+            else:
+                job.ok[batch.items] = 1
+                job.bytes += len(batch.items) * batch.source.page_bytes
+        job.seconds += time.monotonic() - begin
+        with self._changed:
+            self._running = None
+            job.done += 1
+            if error or job.done == len(job.batches):
+                self._queues[job.transfer.direction].remove(job)
+                self._results.append(job.result(error or job.error))
+                self._changed.notify_all()

@@ -1,0 +1,348 @@
+"""The deciding side of a tier whose slots are numbered and whose index lives in this process.
+
+Each group has its own slots and its own index (`PagePool`), so keys of two groups never meet. A
+slot is held by lookups that promised it and by transfers that use it; a slot that a store fills
+has no key until its bytes are known to be complete.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.connectors.base import (
+    QUEUE_FULL,
+    Direction,
+    KeyedPages,
+    RequestKeys,
+    TierScheduler,
+    TierStats,
+    Transfer,
+    TransferResult,
+)
+from kvcache.core.errors import ConfigError, InvariantError
+from kvcache.core.pool import PagePool
+
+MAX_ERROR_KINDS = 64
+
+_Signature = tuple[bytes, tuple[tuple[int, bytes], ...]]
+
+
+class _Part(NamedTuple):
+    """The items of a plan that share a group and a namespace."""
+
+    group: int
+    namespace: bytes
+    rows: NDArray[np.intp]
+
+    @property
+    def key(self) -> tuple[int, bytes]:
+        """What the rows have in common."""
+        return self.group, self.namespace
+
+
+@dataclass(slots=True)
+class _Promise:
+    """What the last lookup of a request reported, and holds."""
+
+    signature: _Signature
+    versions: list[int]
+    present: list[NDArray[np.uint8]]
+    slots: list[NDArray[np.int32]]
+    """For each key the slot, one reference held, or -1."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A transfer in flight."""
+
+    direction: Direction
+    items: NDArray[np.void]
+    slots: NDArray[np.int64]
+    """-1: nothing is held for the item."""
+    parts: list[_Part]
+    late: bool = False
+
+
+class PoolScheduler(TierScheduler):
+    """Lookup, pins, reservation and LRU over one `PagePool` for each group.
+
+    Args:
+        slot_bytes: bytes of one slot, for each group.
+        slots: number of slots, for each group.
+        deadline_seconds: how long a transfer may take.
+
+    A store that finds no slot (all held) is dropped and counted, never waited for.
+    """
+
+    def __init__(
+        self,
+        slot_bytes: Sequence[int],
+        slots: Sequence[int],
+        *,
+        deadline_seconds: float,
+        seed: int = 0,
+    ) -> None:
+        self._slot_bytes = tuple(slot_bytes)
+        self._pools = [PagePool(n, seed=seed + g) for g, n in enumerate(slots)]
+        self._deadline_seconds = deadline_seconds
+        self._numbers: dict[bytes, int] = {}
+        self._promises: dict[int, _Promise] = {}
+        self._plans: dict[int, _Plan] = {}
+        self._storing: defaultdict[tuple[int, bytes], set[bytes]] = defaultdict(set)
+        """Digests of stores in flight, by group and namespace."""
+        self._ids = count(1)
+        self._counts = TierStats(
+            capacity_bytes=sum(b * n for b, n in zip(slot_bytes, slots, strict=True))
+        )
+
+    # ---- lookup --------------------------------------------------------------------------------
+
+    def lookup(self, keys: RequestKeys) -> list[NDArray[np.uint8]]:
+        """Never None; the arrays are read-only.
+
+        O(1) when nothing was stored or evicted since the request's last lookup, O(keys from the
+        first missing one on) otherwise.
+        """
+        if len(keys.digests) != len(self._pools):
+            raise ConfigError(
+                f"lookup has keys of {len(keys.digests)} groups: this tier has {len(self._pools)}"
+            )
+        signature = _signature(keys)
+        versions = [pool.version for pool in self._pools]
+        promise = self._promises.get(keys.request)
+        if promise is not None and promise.signature == signature:
+            if promise.versions != versions:
+                self._renew(promise, keys, versions)
+            return list(promise.present)
+        number = self._numbers.get(keys.namespace)
+        slots = [
+            np.full(len(digests), -1, np.int32) if number is None else pool.acquire(number, digests)
+            for pool, digests in zip(self._pools, keys.digests, strict=True)
+        ]
+        if promise is not None:
+            self._unhold(promise)
+        present = [_read_only(s >= 0) for s in slots]
+        self._promises[keys.request] = _Promise(signature, versions, present, slots)
+        return list(present)
+
+    def _renew(self, promise: _Promise, keys: RequestKeys, versions: list[int]) -> None:
+        """Adds keys that came since. What was promised is held, so nothing can have gone."""
+        before, promise.versions = promise.versions, versions
+        number = self._numbers.get(keys.namespace)
+        if number is None:
+            return
+        for group, (pool, digests) in enumerate(zip(self._pools, keys.digests, strict=True)):
+            slots = promise.slots[group]
+            missing = np.flatnonzero(slots < 0)
+            if before[group] == versions[group] or not len(missing):
+                continue
+            first = int(missing[0])
+            here = pool.present(number, digests[first:])
+            new = first + np.flatnonzero(here > promise.present[group][first:])
+            if len(new):
+                slots[new] = pool.acquire(number, digests[new])
+                promise.present[group] = _read_only(slots >= 0)
+
+    def release(self, request: int) -> None:
+        """Drop the request's pins."""
+        promise = self._promises.pop(request, None)
+        if promise is None:
+            self._counts.unknown_ids += 1
+        else:
+            self._unhold(promise)
+
+    def _unhold(self, promise: _Promise) -> None:
+        for pool, slots in zip(self._pools, promise.slots, strict=True):
+            pool.release(slots[slots >= 0][::-1])  # the tail of a prefix is evicted before its head
+
+    # ---- plans ---------------------------------------------------------------------------------
+
+    def plan_load(self, request: int, wanted: KeyedPages) -> Transfer:
+        """Holds the wanted slots for the transfer, then ends the request's promise."""
+        items = wanted.items
+        slots = np.full(len(items), -1, np.int64)
+        parts = list(_parts(wanted))
+        for part in parts:
+            number = self._numbers.get(part.namespace)
+            if number is not None:
+                digests = items["digest"][part.rows]
+                slots[part.rows] = self._pools[part.group].acquire(number, digests)
+        promise = self._promises.pop(request, None)
+        if promise is not None:
+            self._unhold(promise)
+        return self._start(Direction.LOAD, items, slots, parts)
+
+    def plan_store(self, pages: KeyedPages) -> tuple[Transfer, NDArray[np.int64]] | None:
+        """Reserves a slot for each page that is neither stored nor on its way."""
+        items = pages.items
+        slots = np.full(len(items), -1, np.int64)
+        for part in _parts(pages):
+            rows = self._unstored(items, part)
+            taken = self._pools[part.group].take(len(rows))
+            self._counts.dropped_store_pages += len(rows) - len(taken)
+            slots[rows[: len(taken)]] = taken
+        chosen = np.flatnonzero(slots >= 0)
+        if not len(chosen):
+            return None
+        kept = KeyedPages(items[chosen], pages.namespaces)
+        parts = list(_parts(kept))
+        for part in parts:
+            self._storing[part.key].update(_digests(kept.items, part.rows))
+        return self._start(Direction.STORE, kept.items, slots[chosen], parts), chosen
+
+    def _unstored(self, items: NDArray[np.void], part: _Part) -> NDArray[np.intp]:
+        """Rows of the part that are not stored, not being stored, and not repeated."""
+        number = self._numbers.get(part.namespace)
+        if number is None:
+            number = self._numbers[part.namespace] = len(self._numbers)
+        stored = self._pools[part.group].present(number, items["digest"][part.rows])
+        rows = part.rows[stored == 0]
+        first: dict[bytes, int] = {}
+        for row, digest in zip(rows.tolist(), _digests(items, rows), strict=True):
+            first.setdefault(digest, row)
+        storing = self._storing.get(part.key, set())
+        return np.array([row for digest, row in first.items() if digest not in storing], np.intp)
+
+    def _start(
+        self,
+        direction: Direction,
+        items: NDArray[np.void],
+        slots: NDArray[np.int64],
+        parts: list[_Part],
+    ) -> Transfer:
+        transfer = Transfer(
+            id=next(self._ids),
+            direction=direction,
+            groups=np.ascontiguousarray(items["group"]),
+            pages=np.ascontiguousarray(items["page"]),
+            slots=slots,
+            deadline_seconds=self._deadline_seconds,
+        )
+        self._plans[transfer.id] = _Plan(direction, items, slots, parts)
+        return transfer
+
+    # ---- results -------------------------------------------------------------------------------
+
+    def complete(self, result: TransferResult) -> None:
+        """Good stores get their keys; slots of a late transfer stay held until its final result."""
+        counts, plan = self._counts, self._plans.get(result.id)
+        if plan is None or plan.direction is not result.direction or (result.late and plan.late):
+            counts.unknown_ids += 1
+            return
+        if result.late:
+            plan.late = True
+            counts.late_transfers += 1
+            return
+        del self._plans[result.id]
+        ok, error = result.ok, result.error
+        if len(ok) != len(plan.slots):
+            error = f"Malformed: a result of {len(ok)} items for {len(plan.slots)}"
+            ok = np.zeros(len(plan.slots), np.uint8)
+        good = (ok == 1) & (plan.slots >= 0)
+        for part in plan.parts:
+            self._finish(plan, part, good)
+        self._count(result, int(good.sum()), len(good), error)
+
+    def _finish(self, plan: _Plan, part: _Part, good: NDArray[np.bool_]) -> None:
+        pool, rows = self._pools[part.group], part.rows
+        slots = plan.slots[rows].astype(np.int32)
+        if plan.direction is Direction.STORE:
+            fine = good[rows]
+            digests = plan.items["digest"][rows]
+            pool.publish(self._numbers[part.namespace], digests[fine], slots[fine])
+            storing = self._storing[part.key]
+            storing.difference_update(_digests(plan.items, rows))
+            if not storing:
+                del self._storing[part.key]
+        pool.release(slots[slots >= 0][::-1])
+
+    def _count(self, result: TransferResult, good: int, total: int, error: str) -> None:
+        counts = self._counts
+        kind = error.partition(":")[0]
+        if kind:
+            known = kind in counts.errors or len(counts.errors) < MAX_ERROR_KINDS
+            name = kind if known else "other"
+            counts.errors[name] = counts.errors.get(name, 0) + 1
+        if result.direction is Direction.LOAD:
+            counts.loaded_pages += good
+            counts.loaded_bytes += result.bytes
+            counts.load_seconds += result.seconds
+        else:
+            counts.stored_pages += good
+            counts.stored_bytes += result.bytes
+            counts.store_seconds += result.seconds
+        if kind != QUEUE_FULL:
+            counts.failed_pages += total - good
+        elif result.direction is Direction.STORE:
+            counts.dropped_store_pages += total - good
+
+    # ---- counts and invariants -----------------------------------------------------------------
+
+    def stats(self) -> TierStats:
+        """A copy of the counters, with the present fill."""
+        out = replace(self._counts, errors=dict(self._counts.errors))
+        for pool, slot_bytes in zip(self._pools, self._slot_bytes, strict=True):
+            fill = pool.stats()
+            out.used_bytes += (fill.cached + fill.held) * slot_bytes
+            out.pinned_pages += fill.held
+            out.evicted_pages += fill.evictions
+        return out
+
+    def check(self) -> None:
+        """Every held slot has a holder, every holder holds, every store in flight is known."""
+        holders: list[Counter[int]] = [Counter() for _ in self._pools]
+        for promise in self._promises.values():
+            for group, slots in enumerate(promise.slots):
+                holders[group].update(slots[slots >= 0].tolist())
+        for plan in self._plans.values():
+            for group, slot in zip(plan.items["group"].tolist(), plan.slots.tolist(), strict=True):
+                if slot >= 0:
+                    holders[group][slot] += 1
+        for group, (pool, held) in enumerate(zip(self._pools, holders, strict=True)):
+            pool.check()
+            if pool.stats().held != len(held):
+                raise InvariantError(
+                    f"group {group}: {pool.stats().held} slots are held, lookups and transfers"
+                    f" know of {len(held)}"
+                )
+        storing = sum(
+            len(plan.slots) for plan in self._plans.values() if plan.direction is Direction.STORE
+        )
+        marked = sum(map(len, self._storing.values()))
+        if storing != marked:
+            raise InvariantError(
+                f"{marked} keys are marked as being stored, transfers know of {storing}"
+            )
+
+
+def _signature(keys: RequestKeys) -> _Signature:
+    """Equal for equal key lists of one request: a chain only grows, its last link tells it."""
+    ends = tuple((len(d), d[-1].tobytes() if len(d) else b"") for d in keys.digests)
+    return keys.namespace, ends
+
+
+def _read_only(flags: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    out = flags.view(np.uint8)
+    out.flags.writeable = False
+    return out
+
+
+def _parts(pages: KeyedPages) -> Iterator[_Part]:
+    """Splits items by group and namespace; inside a part the order stays."""
+    groups, numbers = pages.items["group"], pages.items["ns"]
+    pairs = groups.astype(np.int64) << 32 | numbers.astype(np.int64)
+    for pair in np.unique(pairs).tolist():
+        rows = np.flatnonzero(pairs == pair)
+        yield _Part(pair >> 32, pages.namespaces[pair & 0xFFFFFFFF], rows)
+
+
+def _digests(items: NDArray[np.void], rows: NDArray[np.intp]) -> list[bytes]:
+    raw = items["digest"][rows].tobytes()
+    return [raw[i : i + 32] for i in range(0, len(raw), 32)]

@@ -1,0 +1,418 @@
+"""The contract suite: what every connector must do, as functions that any test runner can call.
+
+    from kvcache.connectors.testing import CONTRACT, Setup
+
+    def factory(setup: Setup) -> Connector:
+        return MyConnector(setup.geometry, pages=setup.pages, before_copy=setup.before_copy, ...)
+
+    @pytest.mark.parametrize("rule", CONTRACT, ids=lambda rule: rule.__name__)
+    def test_contract(rule):
+        rule(factory)
+
+A rule raises `ContractError` saying what was expected. Only deadlines wait for time to pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from kvcache.connectors.base import QUEUE_FULL, Direction, TransferResult, failed
+from kvcache.connectors.testing_faults import Faults, FaultyWorker, with_faults
+from kvcache.connectors.testing_oracle import OracleTier
+from kvcache.connectors.testing_random import RandomRun, ten_thousand_random_operations
+from kvcache.connectors.testing_rig import (
+    ContractError,
+    Device,
+    Factory,
+    Gate,
+    Key,
+    Rig,
+    Setup,
+    chain,
+    content,
+    digest,
+    expect,
+    rig,
+)
+from kvcache.core.hashing import NATIVE_NAMESPACE
+
+__all__ = [
+    "CONTRACT",
+    "ContractError",
+    "Device",
+    "Factory",
+    "Faults",
+    "FaultyWorker",
+    "Gate",
+    "Key",
+    "OracleTier",
+    "RandomRun",
+    "Rig",
+    "Setup",
+    "chain",
+    "content",
+    "digest",
+    "expect",
+    "rig",
+    "with_faults",
+]
+
+SHORT_SECONDS = 0.02
+"""A deadline that passes at once, while the copy is held by a gate."""
+
+
+# ---- what is stored comes back -------------------------------------------------------------------
+
+
+def bytes_come_back_in_every_group(factory: Factory) -> None:
+    """Round trip, and the counters of it."""
+    with rig(factory) as r:
+        keys = chain("a", 5, 0) + chain("a", 4, 1)
+        expect(r.store(keys) == keys, "an empty tier did not take all pages")
+        expect(all(r.lookup(1, keys)), "stored keys are not visible")
+        expect(all(r.load(1, keys)), "a plain load failed")
+        stats = r.scheduler.stats()
+        sizes = [g.page_bytes for g in r.setup.geometry.groups]
+        expect(stats.stored_pages == stats.loaded_pages == 9, "pages were not counted")
+        expect(stats.stored_bytes == 5 * sizes[0] + 4 * sizes[1], "stored bytes were not counted")
+        expect(stats.used_bytes == stats.stored_bytes, "the fill is not what was stored")
+        expect(stats.pinned_pages == 0, "pins are left after a finished load")
+
+
+def a_store_is_visible_only_after_complete(factory: Factory) -> None:
+    """Neither planned, nor moved, nor polled is enough."""
+    with rig(factory) as r:
+        keys = chain("a", 3)
+        transfer = r.planned(keys)
+        expect(not any(r.visible(keys)), "a planned store is visible")
+        r.submit(transfer)
+        result = r.results(transfer.id)[transfer.id][-1]
+        expect(not any(r.visible(keys)), "a store is visible before complete() saw its result")
+        r.scheduler.complete(result)
+        expect(all(r.visible(keys)), "a completed store is not visible")
+
+
+def a_key_is_stored_once(factory: Factory) -> None:
+    """Neither stored nor travelling keys are planned again, nor one key twice in a call."""
+    with rig(factory) as r:
+        keys = chain("a", 3)
+        plan = r.plan_store([*keys, keys[0]])
+        if plan is None or plan[1] != keys:
+            raise ContractError("one key was planned twice in one store, or none at all")
+        expect(r.plan_store(keys) is None, "a key in flight was planned again")
+        r.run(plan[0])
+        expect(r.plan_store(keys) is None, "a stored key was planned again")
+
+
+def namespaces_never_mix(factory: Factory) -> None:
+    """Equal digests in two namespaces are two keys."""
+    with rig(factory) as r:
+        spaces = [NATIVE_NAMESPACE, b"\x01" * 32, b"\x02" * 32]
+        rows = [chain("a", 2, 0, space) for space in spaces]
+        r.store(rows[0] + rows[1])
+        expect(all(r.visible(rows[1])), "a stored key is not visible in its namespace")
+        expect(not any(r.visible(rows[2])), "a key is visible in another namespace")
+        for request, row in enumerate(rows[:2]):
+            r.lookup(request, row)
+            expect(all(r.load(request, row)), "a plain load failed")
+
+
+def groups_never_mix(factory: Factory) -> None:
+    """Equal digests in two groups are two keys."""
+    with rig(factory) as r:
+        r.store(chain("a", 2, 0))
+        expect(not any(r.visible(chain("a", 2, 1))), "a key is visible in another group")
+        both = chain("a", 2, 0) + chain("a", 2, 1)
+        r.store(both[2:])
+        r.lookup(1, both)
+        expect(all(r.load(1, both)), "a plain load failed")
+
+
+# ---- pins ----------------------------------------------------------------------------------------
+
+
+def lookup_is_idempotent(factory: Factory) -> None:
+    """Equal answers, and the pins of one lookup however often it is repeated."""
+    with rig(factory) as r:
+        keys = chain("a", 3)
+        r.store(keys[:2])
+        for _ in range(3):
+            expect(r.lookup(1, keys) == [1, 1, 0], "a repeated lookup gave another answer")
+        expect(r.pinned() == 2, f"three lookups pin {r.pinned()} pages, not 2")
+        r.store(keys[2:])
+        expect(r.lookup(1, keys) == [1, 1, 1], "a repeated lookup missed a new key")
+        r.scheduler.release(1)
+        expect(r.pinned() == 0, "pins are left after release")
+
+
+def a_promise_survives_pressure(factory: Factory) -> None:
+    """What a lookup reported can be loaded, however much is stored meanwhile."""
+    with rig(factory) as r:
+        keys = chain("a", 3)
+        r.store(keys)
+        r.lookup(1, keys)
+        for i in range(4 * r.setup.pages[0]):
+            r.store([Key(f"other{i}")])
+        expect(r.lookup(1, keys) == [1, 1, 1], "a promised key is gone")
+        expect(all(r.load(1, keys)), "a promised key could not be loaded")
+
+
+def a_new_lookup_replaces_the_old(factory: Factory) -> None:
+    """Pins follow the last lookup of a request; another request's stay."""
+    with rig(factory) as r:
+        first, second = chain("a", 3), chain("b", 2)
+        r.store(first + second)
+        r.lookup(1, first)
+        r.lookup(1, second)
+        expect(r.pinned() == 2, f"the old lookup still pins: {r.pinned()} pages, not 2")
+        r.lookup(2, second)
+        r.scheduler.release(1)
+        expect(r.pinned() == 2, "a release dropped another request's pins")
+        r.scheduler.release(2)
+        expect(r.pinned() == 0, "pins are left after release")
+
+
+def a_load_takes_the_pins_over(factory: Factory) -> None:
+    """From plan to final result the wanted slots stay, the others are let go."""
+    with rig(factory) as r:
+        keys = chain("a", 4)
+        r.store(keys)
+        r.lookup(1, keys)
+        transfer = r.plan_load(1, keys[:2])
+        expect(r.pinned() == 2, f"a load of 2 pages pins {r.pinned()}")
+        for i in range(4 * r.setup.pages[0]):
+            r.store([Key(f"other{i}")])
+        result = r.run(transfer)
+        expect(result.ok.all(), "a planned load lost its slots")
+        r.verify(keys[:2], transfer, result.ok)
+        expect(r.pinned() == 0, "pins are left after a finished load")
+
+
+# ---- a full tier ---------------------------------------------------------------------------------
+
+
+def the_oldest_is_evicted_first(factory: Factory) -> None:
+    """LRU; a lookup makes its keys young; the tail of a prefix goes before its head."""
+    with rig(factory) as r:
+        capacity = r.setup.pages[0]
+        keys = chain("a", capacity)
+        for key in keys:
+            r.store([key])
+        expect(all(r.visible(keys[:2])), "a tier lost keys before it was full")
+        r.store(chain("b", capacity - 2))
+        expect(r.visible(keys) == [1, 1] + [0] * (capacity - 2), "not the oldest keys were evicted")
+        r.store(chain("c", capacity - 2))
+        r.store([Key("d")])
+        expect(r.visible(keys[:2]) == [1, 0], "a head was evicted before its tail")
+        expect(r.scheduler.stats().evicted_pages == 2 * capacity - 3, "evictions were not counted")
+
+
+def a_tier_full_of_pins_drops_stores(factory: Factory) -> None:
+    """No error and no waiting: what finds no slot is counted."""
+    with rig(factory) as r:
+        keys = chain("a", r.setup.pages[0] - 1)
+        r.store(keys)
+        r.lookup(1, keys)
+        expect(r.store(chain("b", 3)) == chain("b", 1), "not the one slot left was used")
+        r.lookup(2, chain("b", 1))
+        expect(r.plan_store(chain("c", 2)) is None, "a store was planned into pinned slots")
+        expect(r.scheduler.stats().dropped_store_pages == 4, "dropped pages were not counted")
+        expect(all(r.load(1, keys)), "a promised key could not be loaded")
+
+
+def a_full_queue_refuses_and_loses_nothing(factory: Factory) -> None:
+    """`submit` says False; what was accepted is finished, what was refused ends its pins."""
+    gate = Gate()
+    with rig(factory, Setup(before_copy=gate)) as r:
+        keys = chain("a", 2)
+        r.store(keys)
+        gate.shut()
+        accepted, refused = {}, 0
+        for request in range(4 * r.setup.queue_depth):
+            r.lookup(request, keys)
+            transfer = r.plan_load(request, keys)
+            if r.worker.submit(transfer):
+                accepted[transfer.id] = transfer
+            else:
+                refused += 1
+                r.scheduler.complete(failed(transfer, f"{QUEUE_FULL}: refused"))
+        gate.open()
+        expect(refused > 0, f"{len(accepted)} transfers were accepted by a blocked worker")
+        got = r.results(*accepted)
+        for transfer in accepted.values():
+            result = got[transfer.id][-1]
+            r.scheduler.complete(result)
+            expect(result.ok.all(), "an accepted load failed")
+            r.verify(keys, transfer, result.ok)
+        expect(r.pinned() == 0, "pins are left")
+        expect(r.scheduler.stats().errors == {QUEUE_FULL: refused}, "refusals were not counted")
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+def an_unknown_key_fails_its_item_alone(factory: Factory) -> None:
+    """The rest of the load is good."""
+    with rig(factory) as r:
+        keys = chain("a", 3)
+        r.store([keys[0], keys[2]])
+        r.lookup(1, keys)
+        expect(r.load(1, keys) == [1, 0, 1], "not exactly the unknown key failed")
+        expect(r.scheduler.stats().failed_pages == 1, "the failed page was not counted")
+
+
+def a_failed_store_leaves_no_key(factory: Factory) -> None:
+    """Only good items are published; the slots of the others are free again."""
+    with rig(factory) as r:
+        keys = chain("a", r.setup.pages[0])
+        transfer = r.planned(keys)
+        r.submit(transfer)
+        result = r.results(transfer.id)[transfer.id][-1]
+        ok = result.ok.copy()
+        ok[1::2] = 0
+        r.scheduler.complete(replace(result, ok=ok, error="Injected: every second item"))
+        expect(r.visible(keys) == ok.tolist(), "not exactly the good items are visible")
+        expect(r.store(keys[1::2]) == keys[1::2], "slots of failed items were lost")
+        expect(all(r.visible(keys)), "a key was evicted though slots were free")
+        expect(r.scheduler.stats().errors == {"Injected": 1}, "the error was not counted")
+
+
+def a_copy_that_raises_fails_its_transfer_only(factory: Factory) -> None:
+    """The text arrives, the next transfer works."""
+    broken = True
+
+    def before_copy() -> None:
+        if broken:
+            raise OSError("no more bytes")
+
+    with rig(factory, Setup(before_copy=before_copy)) as r:
+        keys = chain("a", 2)
+        result = r.run(r.planned(keys))
+        expect(not result.ok.any(), "an item is good though its copy raised")
+        expect(result.error == "OSError: no more bytes", f"the error reads {result.error!r}")
+        expect(not any(r.visible(keys)), "a failed store is visible")
+        broken = False
+        expect(r.store(keys) == keys, "a store after a failed one did not work")
+        expect(r.scheduler.stats().errors == {"OSError": 1}, "the error was not counted")
+
+
+def unknown_results_are_counted_and_ignored(factory: Factory) -> None:
+    """Ids never planned, results that come twice, a wrong direction, a release of nobody."""
+    with rig(factory) as r:
+        keys = chain("a", 2)
+        transfer = r.planned(keys)
+        result = r.run(transfer)
+        load = replace(result, direction=Direction.LOAD)
+        ghost = TransferResult(transfer.id + 1000, Direction.STORE, np.ones(2, np.uint8))
+        for event in (result, replace(result, late=True), load, ghost):
+            r.scheduler.complete(event)
+        r.scheduler.release(77)
+        expect(r.scheduler.stats().unknown_ids == 5, "unknown ids were not counted")
+        expect(all(r.visible(keys)), "an unknown result changed the index")
+
+
+def a_malformed_result_is_a_failure(factory: Factory) -> None:
+    """Flags that do not fit the transfer publish nothing and leave no pin."""
+    with rig(factory) as r:
+        keys = chain("a", 2)
+        transfer = r.planned(keys)
+        r.scheduler.complete(TransferResult(transfer.id, Direction.STORE, np.ones(3, np.uint8)))
+        expect(not any(r.visible(keys)), "a malformed result published keys")
+        expect(r.pinned() == 0, "pins are left")
+
+
+# ---- deadlines and closing -----------------------------------------------------------------------
+
+
+def a_late_transfer_keeps_its_slots_until_the_final_result(factory: Factory) -> None:
+    """One late result, nothing good; then one final result, which counts."""
+    gate = Gate()
+    with rig(factory, Setup(before_copy=gate)) as r:
+        keys = chain("a", r.setup.pages[0])
+        transfer = replace(r.planned(keys), deadline_seconds=SHORT_SECONDS)
+        gate.shut()
+        r.submit(transfer)
+        late = r.next_result()
+        expect(late.id == transfer.id and late.late, "a running transfer did not become late")
+        expect(not late.ok.any(), "an item of a late result is good")
+        r.scheduler.complete(late)
+        r.scheduler.complete(late)
+        expect(not r.worker.poll(), "a second result came while the copy still ran")
+        expect(r.plan_store(chain("b", 1)) is None, "a slot of a late store was given away")
+        gate.open()
+        final = r.next_result()
+        expect(final.id == transfer.id and not final.late, "no final result followed a late one")
+        r.scheduler.complete(final)
+        expect(r.visible(keys) == final.ok.tolist(), "not exactly the good items are visible")
+        expect(r.pinned() == 0, "slots of an ended transfer are held")
+        stats = r.scheduler.stats()
+        expect(stats.late_transfers == 1, "the late transfer was not counted once")
+        expect(stats.unknown_ids == 1, "the second late result was not counted as unknown")
+
+
+def a_queued_transfer_ends_at_its_deadline(factory: Factory) -> None:
+    """Nobody touches its pages yet, so its end is final, while the worker is still busy."""
+    gate = Gate()
+    with rig(factory, Setup(before_copy=gate)) as r:
+        first, second = r.planned(chain("a", 2)), r.planned(chain("b", 2))
+        gate.shut()
+        r.submit(first)
+        gate.wait_reached()
+        r.submit(replace(second, deadline_seconds=SHORT_SECONDS))
+        result = r.next_result()
+        gate.open()
+        expect(result.id == second.id and not result.late, "a queued transfer did not end")
+        expect(not result.ok.any(), "an item is good that was never copied")
+        r.scheduler.complete(result)
+        r.scheduler.complete(r.next_result())
+        expect(r.pinned() == 0, "slots of an ended transfer are held")
+
+
+def close_ends_every_transfer(factory: Factory) -> None:
+    """Queued ones at once, the running one when its copy returns; nothing starts afterwards."""
+    gate = Gate()
+    with rig(factory, Setup(before_copy=gate)) as r:
+        running, queued = r.planned(chain("a", 2)), r.planned(chain("b", 2))
+        gate.shut()
+        r.submit(running)
+        gate.wait_reached()
+        r.submit(queued)
+        r.worker.close(SHORT_SECONDS)
+        result = r.next_result()
+        expect(result.id == queued.id and not result.ok.any(), "close did not end what was queued")
+        r.scheduler.complete(result)
+        gate.open()
+        r.scheduler.complete(r.next_result())
+        r.worker.close()
+        after = r.planned(chain("c", 1))
+        expect(not r.run(after).ok.any(), "a transfer ran after close")
+        expect(r.pinned() == 0, "slots of an ended transfer are held")
+
+
+CONTRACT: tuple[Callable[[Factory], None], ...] = (
+    bytes_come_back_in_every_group,
+    a_store_is_visible_only_after_complete,
+    a_key_is_stored_once,
+    namespaces_never_mix,
+    groups_never_mix,
+    lookup_is_idempotent,
+    a_promise_survives_pressure,
+    a_new_lookup_replaces_the_old,
+    a_load_takes_the_pins_over,
+    the_oldest_is_evicted_first,
+    a_tier_full_of_pins_drops_stores,
+    a_full_queue_refuses_and_loses_nothing,
+    an_unknown_key_fails_its_item_alone,
+    a_failed_store_leaves_no_key,
+    a_copy_that_raises_fails_its_transfer_only,
+    unknown_results_are_counted_and_ignored,
+    a_malformed_result_is_a_failure,
+    a_late_transfer_keeps_its_slots_until_the_final_result,
+    a_queued_transfer_ends_at_its_deadline,
+    close_ends_every_transfer,
+    ten_thousand_random_operations,
+)
+"""Every rule takes a factory and raises `ContractError` where the connector breaks it."""

@@ -1,0 +1,172 @@
+"""Fault injection: a worker that wraps a real one and spoils its results, the same way each time.
+
+The wrapped worker moves real bytes; what happens to a transfer follows from the seed and the
+transfer's id alone, never from timing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvcache.connectors.base import (
+    Connector,
+    Direction,
+    PageRegion,
+    TierWorker,
+    Transfer,
+    TransferResult,
+)
+
+SETTLE_SECONDS = 30.0
+SCRIBBLE = 0xEE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """Probabilities, each per transfer, `fail_item` per item."""
+
+    fail_item: float = 0.0
+    """The item is reported as failed; a load's page is overwritten first, as a torn copy would."""
+    late: float = 0.0
+    """A late result comes before the final one."""
+    duplicate: float = 0.0
+    """The final result comes twice."""
+    drop: float = 0.0
+    """No result comes until `recover`."""
+    refuse: float = 0.0
+    """`submit` says that the queue is full."""
+    refuse_by_raising: float = 0.0
+    """`submit` raises."""
+
+
+class FaultyWorker(TierWorker):
+    """Wraps a worker.
+
+    Args:
+        hold: results are kept until `deliver`; otherwise `poll` gives them as they come.
+    """
+
+    def __init__(
+        self, inner: TierWorker, faults: Faults, *, seed: int = 0, hold: bool = False
+    ) -> None:
+        self._inner = inner
+        self._faults = faults
+        self._seed = seed
+        self._hold = hold
+        self._regions: Sequence[PageRegion] = ()
+        self._open: dict[int, Transfer] = {}
+        self._waiting: list[TransferResult] = []
+        self._ready: list[TransferResult] = []
+        self.dropped: list[TransferResult] = []
+
+    def register(self, regions: Sequence[PageRegion]) -> None:
+        """Passed on; kept, to spoil pages of failed loads."""
+        self._regions = regions
+        self._inner.register(regions)
+
+    def submit(self, transfer: Transfer) -> bool:
+        """May refuse or raise; nothing is taken then."""
+        chance = self._chance(transfer.id, "submit")
+        if chance.random() < self._faults.refuse_by_raising:
+            raise OSError(f"injected: transfer {transfer.id} was not taken")
+        if chance.random() < self._faults.refuse:
+            return False
+        if not self._inner.submit(transfer):
+            return False
+        self._open[transfer.id] = transfer
+        return True
+
+    def poll(self) -> list[TransferResult]:
+        """Spoiled results; in `hold` mode those that `deliver` let through."""
+        if not self._hold:
+            self._pull()
+            self._ready += self._waiting
+            self._waiting.clear()
+        out, self._ready = self._ready, []
+        return out
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """True if `poll` has something."""
+        if self._hold or self._ready or self._waiting:
+            return bool(self._ready or (self._waiting and not self._hold))
+        return self._inner.wait(timeout_seconds)
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """Passed on."""
+        self._inner.close(timeout_seconds)
+
+    # ---- the test's side -----------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait until the wrapped worker has ended every transfer that it took."""
+        self._pull()
+        while self._open:
+            if not self._inner.wait(SETTLE_SECONDS):
+                raise TimeoutError(f"transfers {sorted(self._open)} did not end")
+            self._pull()
+
+    def deliver(self, count: int | None = None) -> int:
+        """Settle, then let `count` held results through, all by default, by age of the transfer."""
+        self.settle()
+        self._waiting.sort(key=lambda result: result.id)  # the thread's order depends on timing
+        chosen = self._waiting[:count]
+        del self._waiting[: len(chosen)]
+        self._ready += chosen
+        return len(chosen)
+
+    def recover(self) -> None:
+        """Let results through that were dropped."""
+        self._ready += self.dropped
+        self.dropped.clear()
+
+    # ---- spoiling ------------------------------------------------------------------------------
+
+    def _chance(self, transfer_id: int, what: str) -> random.Random:
+        return random.Random(f"{self._seed}/{transfer_id}/{what}")
+
+    def _pull(self) -> None:
+        for result in self._inner.poll():
+            if result.late or result.id not in self._open:
+                self._waiting.append(result)
+                continue
+            transfer = self._open.pop(result.id)
+            chance = self._chance(result.id, "result")
+            events = []
+            if chance.random() < self._faults.late:
+                none_ok = np.zeros_like(result.ok)
+                events.append(replace(result, ok=none_ok, late=True, error="Injected: late"))
+            events += [self._spoil(transfer, result, chance)]
+            if chance.random() < self._faults.duplicate:
+                events.append(events[-1])
+            if chance.random() < self._faults.drop:
+                self.dropped += events
+            else:
+                self._waiting += events
+
+    def _spoil(
+        self, transfer: Transfer, result: TransferResult, chance: random.Random
+    ) -> TransferResult:
+        bad = [i for i in range(len(result.ok)) if chance.random() < self._faults.fail_item]
+        if not bad:
+            return result
+        ok = result.ok.copy()
+        ok[bad] = 0
+        if transfer.direction is Direction.LOAD:
+            for i in bad:
+                region = self._regions[transfer.groups[i]]
+                page = region.address + int(transfer.pages[i]) * region.page_bytes
+                ctypes.memset(page, SCRIBBLE, region.page_bytes)
+        return replace(result, ok=ok, error=f"Injected: {len(bad)} items failed")
+
+
+def with_faults(
+    connector: Connector, faults: Faults, *, seed: int = 0, hold: bool = False
+) -> tuple[Connector, FaultyWorker]:
+    """The connector with its worker wrapped, and the wrapper."""
+    worker = FaultyWorker(connector.worker, faults, seed=seed, hold=hold)
+    return Connector(connector.name, connector.scheduler, worker), worker

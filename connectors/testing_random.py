@@ -1,0 +1,167 @@
+"""Random operations on a connector, compared with a naive oracle after each of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcache.connectors.base import QUEUE_FULL, Connector, Direction, Transfer, failed
+from kvcache.connectors.testing_faults import Faults, with_faults
+from kvcache.connectors.testing_oracle import OracleTier
+from kvcache.connectors.testing_rig import Factory, Key, Rig, Setup, chain, expect
+from kvcache.core.hashing import NATIVE_NAMESPACE
+
+OPERATIONS = 10_000
+REQUESTS = 4
+ENOUGH_PAGES = 24
+"""Device pages that one operation may need, of each group."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A transfer without final result."""
+
+    keys: list[Key]
+    transfer: Transfer
+    held: list[list[Key]]
+    """For each group what the oracle holds for it."""
+
+
+class RandomRun:
+    """Lookups, loads, stores, releases and results in random order.
+
+    The worker moves real bytes; `FaultyWorker` spoils its results and keeps them until the run
+    asks for them, so that the same seed gives the same run.
+    """
+
+    def __init__(self, factory: Factory, seed: int) -> None:
+        self.random = random.Random(seed)
+        setup = Setup(queue_depth=8)
+        faults = Faults(fail_item=0.05, late=0.1, duplicate=0.1, drop=0.05, refuse=0.1)
+        connector, self.worker = with_faults(factory(setup), faults, seed=seed, hold=True)
+
+        def ready(_: Setup) -> Connector:
+            return connector
+
+        self.rig = Rig(ready, setup)
+        self.oracle: OracleTier[Key] = OracleTier(setup.pages)
+        self.flights: dict[int, _Flight] = {}
+        self.asked: dict[int, list[Key]] = {}
+        self.chains = [
+            [chain(name, 12, group, space) for group in range(2)]
+            for space in (NATIVE_NAMESPACE, b"\x07" * 32)
+            for name in ("a", "b")
+        ]
+
+    def step(self) -> None:
+        """One operation, then every invariant."""
+        operations = (self.look_up, self.load, self.store, self.release, self.deliver)
+        operation = self.random.choices(operations, weights=(4, 3, 4, 1, 3))[0]
+        if min(len(free) for free in self.rig.device.free) < ENOUGH_PAGES:
+            self.worker.recover()
+            operation = self.deliver
+        operation()
+        self.rig.scheduler.check()
+        pinned = sum(map(len, self.oracle.held)) + sum(map(len, self.oracle.storing))
+        expect(self.rig.pinned() == pinned, f"{self.rig.pinned()} pages are pinned, not {pinned}")
+
+    def finish(self) -> None:
+        """Everything that is in flight ends; nothing stays pinned."""
+        while self.flights:
+            self.worker.recover()
+            self.deliver()
+        for request in list(self.oracle.promises):
+            self._release(request)
+        expect(self.rig.pinned() == 0, "pages are pinned though nothing is in flight")
+        self.rig.scheduler.check()
+        self.rig.worker.close()
+
+    def _pick(self) -> list[Key]:
+        """A prefix of attention keys and some states of one chain."""
+        attention, states = self.random.choice(self.chains)
+        count = self.random.randint(0, len(attention))
+        return attention[:count] + [key for key in states if self.random.random() < 0.3]
+
+    def _by_group(self, keys: Sequence[Key]) -> list[list[Key]]:
+        return [[key for key in keys if key.group == g] for g in range(len(self.oracle.capacities))]
+
+    def look_up(self) -> None:
+        """Of a new or a known request, with new keys or with the same ones again."""
+        request, keys = self.random.randrange(REQUESTS), self._pick()
+        if self.random.random() < 0.4:
+            keys = self.asked.get(request, keys)
+        self.asked[request] = keys
+        seen = self.rig.lookup(request, keys)
+        wanted = [flag for row in self.oracle.lookup(request, self._by_group(keys)) for flag in row]
+        expect(seen == wanted, f"lookup reports {seen}, not {wanted}")
+
+    def release(self) -> None:
+        """Of a request that may have no pins."""
+        self._release(self.random.randrange(REQUESTS))
+
+    def _release(self, request: int) -> None:
+        self.rig.scheduler.release(request)
+        self.oracle.release(request)
+
+    def load(self) -> None:
+        """Some of what was promised, and now and then a key that was not."""
+        if not self.oracle.promises:
+            return
+        request = self.random.choice(sorted(self.oracle.promises))
+        promised = [key for row in self.oracle.promises[request] for key in row]
+        keys = [key for key in promised if self.random.random() < 0.7]
+        if self.random.random() < 0.2:
+            keys = [Key("nobody"), *keys]
+        held = self._by_group([key for key in keys if self.oracle.visible(key.group, key)])
+        transfer = self.rig.plan_load(request, keys)
+        self.oracle.plan_load(request, held)
+        self._submit(_Flight(keys, transfer, held))
+
+    def store(self) -> None:
+        """Pages of one chain, some of them stored or travelling already."""
+        keys = self._pick()
+        plan = self.rig.plan_store(keys)
+        wanted = self.oracle.plan_store(self._by_group(keys))
+        covered = [] if plan is None else plan[1]
+        expect(self._by_group(covered) == wanted, f"a store covers {covered}, not {wanted}")
+        if plan is not None:
+            self._submit(_Flight(covered, plan[0], wanted))
+
+    def _submit(self, flight: _Flight) -> None:
+        transfer = flight.transfer
+        self.flights[transfer.id] = flight
+        if not self.worker.submit(transfer):
+            result = failed(transfer, f"{QUEUE_FULL}: refused")
+            self.rig.scheduler.complete(result)
+            self._end(transfer.id, [0] * len(flight.keys))
+
+    def deliver(self) -> None:
+        """Some of the results that are there."""
+        self.worker.deliver(self.random.randint(1, 6))
+        for result in self.worker.poll():
+            self.rig.scheduler.complete(result)
+            if not result.late:
+                self._end(result.id, result.ok.tolist())
+
+    def _end(self, transfer_id: int, ok: list[int]) -> None:
+        flight = self.flights.pop(transfer_id, None)
+        if flight is None:  # a duplicate
+            return
+        for key, page, good in zip(flight.keys, flight.transfer.pages.tolist(), ok, strict=True):
+            if good:
+                expect(self.rig.device.holds(key, page), f"wrong bytes in the page of {key}")
+            self.rig.device.give(key, page)
+        if flight.transfer.direction is Direction.LOAD:
+            self.oracle.end_load(flight.held)
+        else:
+            good_keys = [key for key, good in zip(flight.keys, ok, strict=True) if good]
+            self.oracle.end_store(flight.held, self._by_group(good_keys))
+
+
+def ten_thousand_random_operations(factory: Factory, seed: int = 0) -> None:
+    """The tier answers as the oracle does, and every byte loaded is right."""
+    run = RandomRun(factory, seed)
+    for _ in range(OPERATIONS):
+        run.step()
+    run.finish()

@@ -1,0 +1,216 @@
+"""The CPU connector keeps the contract; and the suite notices a connector that breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.connectors import testing, testing_rig
+from kvcache.connectors.base import (
+    Connector,
+    Direction,
+    RequestKeys,
+    TierWorker,
+    Transfer,
+    TransferResult,
+)
+from kvcache.connectors.cpu import CpuConnector, native_copy
+from kvcache.connectors.pool_scheduler import PoolScheduler
+from kvcache.connectors.testing import CONTRACT, ContractError, Factory, Setup
+from kvcache.core.errors import KVCacheError
+
+
+def cpu(setup: Setup) -> Connector:
+    def copy(*args: Any) -> None:
+        setup.before_copy()
+        native_copy(*args)
+
+    return CpuConnector(
+        setup.geometry,
+        pages=setup.pages,
+        queue_depth=setup.queue_depth,
+        deadline_seconds=setup.deadline_seconds,
+        copy=copy,
+    )
+
+
+@pytest.mark.parametrize("rule", CONTRACT, ids=lambda rule: rule.__name__)
+def test_the_cpu_connector_keeps_the_contract(rule: Callable[[Factory], None]) -> None:
+    rule(cpu)
+
+
+# ---- connectors with one fault each --------------------------------------------------------------
+
+
+class EarlyIndex(PoolScheduler):
+    """Publishes a store when it is planned."""
+
+    def plan_store(self, pages: Any) -> Any:
+        plan = super().plan_store(pages)
+        if plan is not None:
+            for group, slot, digest in zip(
+                plan[0].groups, plan[0].slots, pages.items["digest"][plan[1]], strict=True
+            ):
+                self._pools[group].publish(0, digest[None], np.array([slot], np.int32))
+        return plan
+
+
+class Unpinned(PoolScheduler):
+    """Promises without holding."""
+
+    def lookup(self, keys: RequestKeys) -> Any:
+        flags = super().lookup(keys)
+        self.release(keys.request)
+        return flags
+
+
+class Forgetful(PoolScheduler):
+    """Never ends the pins of a lookup."""
+
+    def release(self, request: int) -> None:
+        self._promises.pop(request, None)
+
+
+class OneNamespace(PoolScheduler):
+    """Takes all namespaces for one."""
+
+    def lookup(self, keys: RequestKeys) -> Any:
+        return super().lookup(keys._replace(namespace=b"\x01" * 32))
+
+
+class Credulous(PoolScheduler):
+    """Takes every store for good."""
+
+    def complete(self, result: TransferResult) -> None:
+        super().complete(replace(result, ok=np.ones_like(result.ok)))
+
+
+class Hasty(PoolScheduler):
+    """Takes a late result for the final one."""
+
+    def complete(self, result: TransferResult) -> None:
+        super().complete(replace(result, late=False))
+
+
+class Repeating(PoolScheduler):
+    """Stores keys again that are on their way."""
+
+    def _unstored(self, items: Any, part: Any) -> Any:
+        self._storing.clear()
+        return super()._unstored(items, part)
+
+
+class Trusting(PoolScheduler):
+    """Believes that every result has a plan."""
+
+    def complete(self, result: TransferResult) -> None:
+        if result.id not in self._plans:
+            raise KeyError(result.id)
+        super().complete(result)
+
+
+class Wrapped(TierWorker):
+    """Passes on; subclasses change one thing."""
+
+    def __init__(self, inner: TierWorker) -> None:
+        self.inner = inner
+
+    def register(self, regions: Any) -> None:
+        self.inner.register(regions)
+
+    def submit(self, transfer: Transfer) -> bool:
+        return self.inner.submit(transfer)
+
+    def poll(self) -> list[TransferResult]:
+        return self.inner.poll()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        return self.inner.wait(timeout_seconds)
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        self.inner.close(timeout_seconds)
+
+
+class Boastful(Wrapped):
+    """Reports every item as good."""
+
+    def poll(self) -> list[TransferResult]:
+        return [replace(r, ok=np.ones_like(r.ok)) for r in super().poll()]
+
+
+class Shifted(Wrapped):
+    """Loads the neighbour's slot."""
+
+    def submit(self, transfer: Transfer) -> bool:
+        if transfer.direction is Direction.LOAD and len(transfer.slots) > 1:
+            transfer = replace(transfer, slots=np.roll(transfer.slots, 1))
+        return super().submit(transfer)
+
+
+class Timeless(Wrapped):
+    """Knows no deadlines."""
+
+    def submit(self, transfer: Transfer) -> bool:
+        return super().submit(replace(transfer, deadline_seconds=1e6))
+
+
+class Silent(Wrapped):
+    """Loses results with an error."""
+
+    def poll(self) -> list[TransferResult]:
+        return [r for r in super().poll() if not r.error]
+
+
+class Endless(Wrapped):
+    """Never says that the queue is full."""
+
+    def submit(self, transfer: Transfer) -> bool:
+        super().submit(transfer)
+        return True
+
+
+@pytest.mark.parametrize(
+    ("fault", "rules"),
+    [
+        (EarlyIndex, {"a_store_is_visible_only_after_complete"}),
+        (Unpinned, {"a_promise_survives_pressure", "lookup_is_idempotent"}),
+        (Forgetful, {"lookup_is_idempotent", "a_new_lookup_replaces_the_old"}),
+        (OneNamespace, {"namespaces_never_mix"}),
+        (Credulous, {"a_failed_store_leaves_no_key", "a_copy_that_raises_fails_its_transfer_only"}),
+        (Hasty, {"a_late_transfer_keeps_its_slots_until_the_final_result"}),
+        (Repeating, {"a_key_is_stored_once"}),
+        (Trusting, {"unknown_results_are_counted_and_ignored"}),
+        (Boastful, {"an_unknown_key_fails_its_item_alone"}),
+        (Shifted, {"bytes_come_back_in_every_group"}),
+        (Timeless, {"a_queued_transfer_ends_at_its_deadline"}),
+        (Silent, {"a_copy_that_raises_fails_its_transfer_only"}),
+        (Endless, {"a_full_queue_refuses_and_loses_nothing"}),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_connector_with_one_fault_breaks_a_rule(
+    fault: type[Any], rules: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def factory(setup: Setup) -> Connector:
+        connector = cpu(setup)
+        if issubclass(fault, PoolScheduler):
+            sizes = [g.page_bytes for g in setup.geometry.groups]
+            scheduler = fault(sizes, setup.pages, deadline_seconds=setup.deadline_seconds)
+            return Connector("broken", scheduler, connector.worker)
+        return Connector("broken", connector.scheduler, fault(connector.worker))
+
+    monkeypatch.setattr(testing_rig, "PATIENCE_SECONDS", 0.5)  # for what never comes
+    for rule in CONTRACT:
+        if rule.__name__ in rules:
+            with pytest.raises((ContractError, KVCacheError, KeyError)):
+                rule(factory)
+            rules = rules - {rule.__name__}
+    assert not rules, "the suite has no such rule"
+
+
+def test_the_kit_needs_no_test_runner() -> None:
+    assert not hasattr(testing, "pytest")

@@ -1,0 +1,114 @@
+"""Runs requests through the toy engine, one at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from laws.cases import Turn
+from laws.engine import Engine, Request
+from laws.oracle import Prefix
+
+ONE_CHUNK = (10**6,)
+
+
+def open_request(
+    engine: Engine, tokens: Sequence[int], *, output: int = 0, boundaries: Sequence[int] = ()
+) -> Request:
+    request = engine.open(tokens, max_tokens=len(tokens) + output, boundaries=boundaries)
+    assert request, "this test gives its pools room for one request"
+    return request
+
+
+def hit_of(engine: Engine, tokens: Sequence[int], salt: str = "") -> int:
+    """The hit that a prompt would get now."""
+    request = engine.open(tokens, salt=salt)
+    assert request
+    hit = engine.lookup(request).hit_tokens
+    engine.abort(request)
+    return hit
+
+
+def compute(
+    engine: Engine,
+    request: Request,
+    *,
+    upto: int | None = None,
+    chunks: Sequence[int] = ONE_CHUNK,
+    overlap: bool = False,
+) -> None:
+    """Computes known tokens up to `upto` (all), one chunk a step; the steps' ends may overlap.
+
+    Where the pools have no room for a chunk, the open steps are ended, then the chunk is halved.
+    """
+    end = len(request.tokens) if upto is None else upto
+    sizes = itertools.cycle(chunks)
+    while request.committed < end:
+        if request.state == "waiting":
+            engine.lookup(request)
+        at = request.hit.hit_tokens if request.hit else request.committed
+        size = max(0, min(next(sizes), end - at))  # 0: the hit reaches beyond the end
+        engine.begin_step()
+        while engine.allocate(request, size) is None:
+            drain(engine)
+            engine.begin_step()
+            if engine.allocate(request, size) is not None:
+                break
+            assert size > 1, "a lone request must always get one token"
+            size //= 2
+        if size:
+            engine.commit(request)
+        engine.verify()
+        while engine.steps and (not overlap or len(engine.steps) == engine.max_open_steps):
+            engine.end_step()
+    drain(engine)
+    engine.verify()
+
+
+def drain(engine: Engine) -> None:
+    while engine.steps:
+        engine.end_step()
+
+
+def decode(engine: Engine, request: Request, output: Sequence[int]) -> None:
+    """Each token is sampled by the step before; the last one is never computed."""
+    for sample in output:
+        compute(engine, request)
+        engine.extend(request, [sample])
+
+
+def run(
+    engine: Engine,
+    tokens: Sequence[int],
+    *,
+    output: Sequence[int] = (),
+    chunks: Sequence[int] = ONE_CHUNK,
+    boundaries: Sequence[int] = (),
+    overlap: bool = False,
+) -> list[int]:
+    """A request from open to finish; returns its tokens, prompt and output."""
+    request = open_request(engine, tokens, output=len(output), boundaries=boundaries)
+    compute(engine, request, chunks=chunks, overlap=overlap)
+    decode(engine, request, output)
+    engine.finish(request)
+    engine.verify()
+    return request.tokens
+
+
+def replay(engine: Engine, history: Sequence[Turn]) -> list[list[int]]:
+    """Runs a history one request after the other; returns what each one's tokens were."""
+    done: list[list[int]] = []
+    for turn in history:
+        done.append(run(engine, turn.prompt(done), output=turn.output, chunks=turn.chunks))
+    return done
+
+
+def found_keys(engine: Engine, texts: Sequence[Sequence[int]]) -> list[set[Prefix]]:
+    """Of all prefixes of these texts, those that have a key, group by group."""
+    unit = engine.geometry.hash_unit_tokens
+    prefixes = {
+        (("native", ""), tuple(text[:end]))
+        for text in texts
+        for end in range(unit, len(text) + 1, unit)
+    }
+    return [{p for p in prefixes if engine.find(g, p) >= 0} for g in engine.groups]

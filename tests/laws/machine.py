@@ -1,0 +1,345 @@
+"""A hypothesis state machine over the manager: anything an engine may do, at any moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import note, strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from laws import cases
+from laws.engine import Engine, Request
+from laws.oracle import Prefix
+
+from kvcache.core.errors import MisuseError
+
+LONGEST = 56
+"""Tokens that a request may reach, prompt and output."""
+MOST_REQUESTS = 7
+picks = st.integers(0, 2**16)
+sizes = st.lists(st.integers(0, 24), min_size=1, max_size=4)
+tails = cases.texts(20)
+outputs = st.integers(0, 16)
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Each rule asserts what the laws say of it; `verify` runs after every rule."""
+
+    engine: Engine
+
+    @initialize(
+        name=cases.names,
+        interval=cases.intervals,
+        spare=st.sampled_from([None, None, 0, 1, 2, 4, 8]),
+        longest=st.sampled_from([24, LONGEST]),
+        max_open_steps=st.integers(1, 2),
+        first=tails,
+        output=outputs,
+    )
+    def build(
+        self,
+        name: str,
+        interval: int | None,
+        spare: int | None,
+        longest: int,
+        max_open_steps: int,
+        first: list[int],
+        output: int,
+    ) -> None:
+        """`spare` pages beyond what one request of `longest` tokens needs; None: no bound."""
+        geometry = cases.GEOMETRIES[name]
+        pages = None if spare is None else [n + spare for n in geometry.pages_needed(longest)]
+        policy = cases.policy_of(geometry, interval)
+        self.engine = Engine(geometry, policy, pages=pages, max_open_steps=max_open_steps)
+        self.tier: list[set[Prefix]] = [set() for _ in self.engine.groups]
+        self.items = self.engine.manager.take_keyed()
+        self.history: list[Request] = []
+        self.longest = longest
+        self.open(first, output)
+
+    # ---- who
+
+    def some(self, pick: int, *states: str) -> Request:
+        found = [r for r in self.engine.requests if r.state in states]
+        return found[pick % len(found)]
+
+    def any_in(self, *states: str) -> bool:
+        return any(r.state in states for r in self.engine.requests)
+
+    def has_room(self) -> bool:
+        return len(self.engine.requests) < MOST_REQUESTS
+
+    # ---- requests come
+
+    def open(
+        self,
+        tokens: Sequence[int],
+        output: int,
+        *,
+        salt: str = "",
+        foreign: bool = False,
+        boundaries: Sequence[int] = (),
+    ) -> None:
+        tokens = tokens[: max(self.longest - output, 1)]
+        request = self.engine.open(
+            tokens,
+            max_tokens=len(tokens) + output,
+            salt=salt,
+            foreign=foreign,
+            boundaries=[b for b in boundaries if b <= len(tokens)],
+        )
+        if request:
+            self.history.append(request)
+
+    @precondition(has_room)
+    @rule(
+        pick=picks,
+        cut=st.integers(0, LONGEST),
+        tail=tails,
+        output=outputs,
+        salt=st.sampled_from(["", "", "", "s"]),
+        boundaries=st.lists(st.integers(0, LONGEST), max_size=2),
+    )
+    def open_with_a_shared_head(
+        self, pick: int, cut: int, tail: list[int], output: int, salt: str, boundaries: list[int]
+    ) -> None:
+        head = self.history[pick % len(self.history)].tokens[:cut] if self.history else []
+        self.open([*head, *tail], output, salt=salt, boundaries=boundaries)
+
+    @precondition(lambda self: self.has_room() and self.history)
+    @rule(pick=picks, output=outputs, foreign=st.booleans())
+    def open_again(self, pick: int, output: int, foreign: bool) -> None:
+        """The same prompt: a resend, or a twin. With foreign keys it shares with no native one."""
+        old = self.history[pick % len(self.history)]
+        self.open(old.tokens[: old.prompt], output, salt=old.space[1], foreign=foreign)
+
+    @precondition(lambda self: self.any_in("running"))
+    @rule(pick=picks, tail=tails, output=outputs)
+    def next_turn(self, pick: int, tail: list[int], output: int) -> None:
+        old = self.some(pick, "running")
+        self.engine.finish(old)
+        foreign = old.space[0] == "foreign"
+        self.open([*old.tokens, *tail], output, salt=old.space[1], foreign=foreign)
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(pick=picks, count=st.integers(1, 5), sample=cases.token)
+    def extend(self, pick: int, count: int, sample: int) -> None:
+        request = self.some(pick, "running", "waiting", "loading")
+        room = request.max_tokens - len(request.tokens)
+        self.engine.extend(request, [sample] * min(count, room))
+
+    # ---- lookup and allocation
+
+    def lookup(self, request: Request, tier: Sequence[set[Prefix]]) -> None:
+        """Law 4: the hit equals brute force over the keys that are there. Losses add up."""
+        engine = self.engine
+        hit = engine.lookup(request, tier)
+        resident = engine.resident()
+        walk = engine.walk(request, resident, tier)
+        junction = walk.attention if engine.attention and engine.recurrent else 0
+        note(f"{hit} {walk}")
+        assert hit.hit_tokens == walk.hit
+        assert hit.device_tokens == engine.walk(request, resident).hit
+        low, high = (
+            engine.walk(request, resident, tier, engine.pending(orphans=orphans)).hit
+            for orphans in (False, True)
+        )
+        assert walk.hit <= hit.pending_tokens <= high, f"{low} {high} {hit}"
+        assert hit.junction == (junction if junction > walk.hit else 0)
+        n = len(request.tokens)
+        assert hit.hit_tokens + sum(hit.lost.values()) == n
+        assert min(hit.lost.values()) >= 0
+        assert hit.lost["last_block"] == n - engine.oracle.limit(n)
+        if engine.unlimited:
+            assert hit.lost["evicted"] == 0
+
+    @precondition(lambda self: self.any_in("waiting"))
+    @rule(pick=picks, use_tier=st.booleans())
+    def lookup_twice(self, pick: int, use_tier: bool) -> None:
+        request = self.some(pick, "waiting")
+        for _ in range(2):
+            self.lookup(request, self.tier if use_tier else [])
+
+    @precondition(lambda self: any(r.hit for r in self.engine.requests))
+    @rule(pick=picks, size=st.integers(0, 30))
+    def admit_on_an_old_lookup(self, pick: int, size: int) -> None:
+        """Pages may have come and gone since; then the hit is looked up again."""
+        known = [r for r in self.engine.requests if r.hit]
+        self.grant(known[pick % len(known)], size)
+
+    @precondition(lambda self: self.any_in("running"))
+    @rule(pick=picks, size=st.integers(0, 30))
+    def grant_outside_a_step(self, pick: int, size: int) -> None:
+        """Also replaces a grant that was not committed."""
+        self.grant(self.some(pick, "running"), size)
+
+    def grant(self, request: Request, size: int) -> None:
+        """At most one token beyond the known ones (it is being sampled)."""
+        start = request.committed
+        if request.state == "waiting":
+            sources = (self.engine.resident(), request.present)
+            start = self.engine.walk(request, *sources).hit if request.hit else 0
+        most = min(request.max_tokens, len(request.tokens) + 1) - start
+        self.engine.allocate(request, max(0, min(size, most)))
+
+    # ---- steps
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(pick=picks, grants=sizes, short=st.integers(0, 3), use_tier=st.booleans())
+    def schedule(self, pick: int, grants: list[int], short: int, use_tier: bool) -> None:
+        """A step for some requests in turn; it stays open, as long as another may be opened."""
+        if len(self.engine.steps) == self.engine.max_open_steps:
+            self.end_step(0)
+        self.engine.begin_step()
+        self.fill_step(pick, grants, short, use_tier)
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(pick=picks, grants=sizes, steps=st.integers(1, 3), sample=cases.token)
+    def run_steps(self, pick: int, grants: list[int], steps: int, sample: int) -> None:
+        """The same, to their end; loads in flight are done before."""
+        for load in sorted(self.engine.loads):
+            self.engine.end_load(load, [True] * len(self.engine.loads[load].items))
+        for _ in range(steps):
+            self.schedule(pick, grants, 0, use_tier=False)
+        while self.engine.steps:
+            self.end_step(sample)
+
+    def fill_step(self, pick: int, grants: list[int], short: int, use_tier: bool) -> None:
+        engine = self.engine
+        for i, size in enumerate(grants):
+            request = engine.requests[(pick + i) % len(engine.requests)]
+            if request.state == "waiting":
+                self.lookup(request, self.tier if use_tier else [])
+            if request.state == "loading" or request.last_step == engine.steps[-1][0]:
+                continue
+            self.grant(request, size)
+            if request.state == "running" and request.granted > request.committed:
+                upto = request.granted
+                if not engine.recurrent:
+                    upto = max(request.committed + 1, upto - short)
+                engine.commit(request, upto)
+
+    @precondition(lambda self: self.engine.steps)
+    @rule(sample=cases.token)
+    def end_step(self, sample: int) -> None:
+        """A token that the step's predecessor sampled is known by now."""
+        for work in self.engine.steps[0][1]:
+            request = work.request
+            if work.live and work.end > len(request.tokens):
+                self.engine.extend(request, [sample] * (work.end - len(request.tokens)))
+        self.engine.end_step()
+
+    # ---- requests go
+
+    @precondition(lambda self: self.any_in("running"))
+    @rule(pick=picks)
+    def finish(self, pick: int) -> None:
+        self.engine.finish(self.some(pick, "running"))
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(pick=picks)
+    def abort(self, pick: int) -> None:
+        self.engine.abort(self.some(pick, "waiting", "running", "loading"))
+
+    @precondition(lambda self: self.any_in("running", "loading"))
+    @rule(pick=picks)
+    def preempt(self, pick: int) -> None:
+        """Law 9: what was computed is there again, to the grid; one token is always left."""
+        engine, request = self.engine, self.some(pick, "running", "loading")
+        point = request.computed // engine.oracle.grid * engine.oracle.grid
+        engine.preempt(request)
+        self.lookup(request, [])
+        assert request.hit
+        if engine.unlimited and point < len(request.tokens) and point <= request.key_limit:
+            assert request.hit.hit_tokens >= point
+
+    # ---- tiers
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(pick=picks, cut=st.integers(4, LONGEST), holes=st.sets(st.integers(1, 12), max_size=1))
+    def another_replica_stores(self, pick: int, cut: int, holes: set[int]) -> None:
+        """The tier gets keys that this device need not have: blocks up to a cut, states there."""
+        engine = self.engine
+        request = engine.requests[pick % len(engine.requests)]
+        end = min(cut, len(request.tokens), request.key_limit)
+        for g in engine.groups:
+            needed = engine.oracle.needs(g, end // engine.oracle.grid * engine.oracle.grid)
+            kept = [e for i, e in enumerate(needed) if i not in holes]
+            self.tier[g].update(request.prefix(e) for e in kept)
+
+    @precondition(lambda self: self.engine.loads)
+    @rule(pick=picks, bad=st.sets(st.integers(0, 8), max_size=2), late=st.booleans())
+    def end_load(self, pick: int, bad: set[int], late: bool) -> None:
+        loads = self.engine.loads
+        load = sorted(loads)[pick % len(loads)]
+        if late and loads[load].request:
+            self.engine.abandon_load(load)
+            return
+        self.engine.end_load(load, [i not in bad for i in range(len(loads[load].items))])
+
+    @rule(pick=picks, count=st.integers(1, 12), keep=st.booleans())
+    def store(self, pick: int, count: int, keep: bool) -> None:
+        """Pages that have their key still are pinned and read; the pins end now or later."""
+        engine = self.engine
+        self.items = np.concatenate([self.items, engine.manager.take_keyed()])
+        first = pick % max(len(self.items), 1)
+        chosen = self.items[first : first + count]
+        pages = [(int(i["group"]), int(i["page"])) for i in chosen]
+        keys = [self.key_of(item) for item in chosen]
+        there = [engine.find(p[0], key) == p[1] for p, key in zip(pages, keys, strict=True)]
+        assert engine.manager.pin(chosen).tolist() == there
+        for page, key, good in zip(pages, keys, there, strict=True):
+            if good:
+                assert engine.content[page] == engine.stamps(page[0], key)
+                self.tier[page[0]].add(key)
+                engine.pinned.append(page)
+        while engine.pinned and not keep:
+            self.unpin(pick)
+
+    def key_of(self, item: np.void) -> Prefix:
+        """The prefix that a key stands for. Equal digests may occur in several namespaces."""
+        engine = self.engine
+        ns = engine.manager.namespaces[int(item["ns"])]
+        return next(
+            p
+            for p in engine.ever[int(item["group"])]
+            if engine.digest(p) == bytes(item["digest"]) and engine.namespace(p[0]) == ns
+        )
+
+    @precondition(lambda self: self.engine.pinned)
+    @rule(pick=picks)
+    def unpin(self, pick: int) -> None:
+        pinned = self.engine.pinned
+        group, page = pinned.pop(pick % len(pinned))
+        self.engine.manager.unpin(group, np.array([page], np.int32))
+        if (group, page) not in pinned:
+            with pytest.raises(MisuseError):
+                self.engine.manager.unpin(group, np.array([page], np.int32))
+
+    # ---- always
+
+    @precondition(lambda self: len(self.engine.requests) > 3)
+    @rule()
+    def everyone_leaves(self) -> None:
+        """Law 1: then nothing is held."""
+        engine = self.engine
+        for request in list(engine.requests):
+            engine.abort(request)
+        while engine.steps:
+            engine.end_step()
+        for load in list(engine.loads):
+            engine.end_load(load, [False] * len(engine.loads[load].items))
+        while engine.pinned:
+            self.unpin(0)
+        assert engine.held() == [0] * len(engine.groups)
+
+    @invariant()
+    def laws_hold(self) -> None:
+        self.engine.verify()

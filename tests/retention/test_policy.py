@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from kvcache.core.errors import ConfigError
+from kvcache.core.retain import RetentionPolicy, StatePlan, TurnShape
+from kvcache.retention import Dense, Sparse
+
+EXACT = settings(derandomize=True, database=None, deadline=None, max_examples=200)
+
+grids = st.sampled_from([1, 4, 16, 128])
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> TurnShape:
+    prompt = draw(st.integers(1, 2000))
+    inside = st.lists(st.integers(0, prompt), max_size=5)
+    return TurnShape(prompt, draw(grids), draw(inside), draw(inside))
+
+
+@st.composite
+def policies(draw: st.DrawFn, shape: TurnShape) -> RetentionPolicy:
+    multiple = draw(st.integers(-1, 5))
+    return Dense() if multiple < 0 else Sparse(multiple * shape.grid_tokens)
+
+
+def all_positions(plan: StatePlan, shape: TurnShape) -> set[int]:
+    step = plan.interval_tokens
+    by_interval = range(step, shape.prompt_tokens + 1, step) if step else ()
+    return {*plan.positions, *by_interval}
+
+
+@EXACT
+@given(st.data())
+def test_positions_are_ascending_unique_on_the_grid_and_inside_the_prompt(
+    data: st.DataObject,
+) -> None:
+    shape = data.draw(shapes())
+    plan = data.draw(policies(shape)).plan(shape)
+    positions = list(plan.positions)
+    assert positions == sorted(set(positions))
+    assert all(p % shape.grid_tokens == 0 and 0 < p <= shape.prompt_tokens for p in positions)
+    assert len(plan.kept) == len(positions)
+    assert plan.interval_tokens % shape.grid_tokens == 0
+    assert plan.interval_tokens >= 0
+
+
+@EXACT
+@given(st.data())
+def test_every_policy_keeps_replay_boundary_declared_boundaries_and_junctions(
+    data: st.DataObject,
+) -> None:
+    shape = data.draw(shapes())
+    plan = data.draw(policies(shape)).plan(shape)
+    grid = shape.grid_tokens
+    asked = {shape.prompt_tokens - 1, *shape.boundaries, *shape.junctions}
+    wanted = {p // grid * grid for p in asked} - {0}
+    assert wanted <= all_positions(plan, shape)
+
+
+@EXACT
+@given(st.data())
+def test_a_denser_policy_keeps_every_state_of_a_sparser_one(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    interval = data.draw(st.integers(1, 5)) * shape.grid_tokens
+    kept = [all_positions(p.plan(shape), shape) for p in (Sparse(), Sparse(interval), Dense())]
+    assert kept[0] <= kept[1] <= kept[2]
+
+
+@EXACT
+@given(st.data())
+def test_the_same_shape_gives_the_same_plan(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    policy = data.draw(policies(shape))
+    first, second = policy.plan(shape), policy.plan(shape)
+    assert (first.interval_tokens, list(first.positions), list(first.kept)) == (
+        second.interval_tokens,
+        list(second.positions),
+        list(second.kept),
+    )
+
+
+def test_sparse_zero_keeps_the_replay_boundary_alone() -> None:
+    plan = Sparse().plan(TurnShape(100, 16))
+    assert (plan.interval_tokens, list(plan.positions), list(plan.kept)) == (0, [96], [False])
+
+
+@pytest.mark.parametrize(("prompt", "expected"), [(96, [80]), (97, [96]), (16, []), (17, [16])])
+def test_the_replay_boundary_leaves_the_last_token_to_recompute(
+    prompt: int, expected: list[int]
+) -> None:
+    assert list(Sparse().plan(TurnShape(prompt, 16)).positions) == expected
+
+
+def test_declared_boundaries_and_junctions_keep_their_place_when_superseded() -> None:
+    plan = Sparse().plan(TurnShape(100, 16, boundaries=(40,), junctions=(64,)))
+    assert dict(zip(plan.positions, plan.kept, strict=True)) == {32: True, 64: True, 96: False}
+
+
+def test_a_boundary_at_the_replay_boundary_is_kept() -> None:
+    plan = Sparse().plan(TurnShape(100, 16, boundaries=(99,)))
+    assert dict(zip(plan.positions, plan.kept, strict=True)) == {96: True}
+
+
+def test_a_boundary_at_the_end_of_the_prompt_is_a_state_of_its_own() -> None:
+    assert list(Sparse().plan(TurnShape(96, 16, boundaries=(96,))).positions) == [80, 96]
+
+
+def test_boundaries_may_come_in_any_order_and_twice() -> None:
+    plan = Sparse(32).plan(TurnShape(100, 16, boundaries=(70, 20, 70, 3)))
+    assert plan.interval_tokens == 32
+    assert list(plan.positions) == [16, 64, 96]
+
+
+def test_dense_is_every_grid_point() -> None:
+    assert Dense().plan(TurnShape(100, 16, boundaries=(40,))) == StatePlan(16, (), ())
+
+
+@pytest.mark.parametrize("interval", [-1, -16])
+def test_a_negative_interval_is_refused_when_the_policy_is_made(interval: int) -> None:
+    with pytest.raises(ConfigError, match=str(interval)):
+        Sparse(interval)
+
+
+def test_an_interval_off_the_grid_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"24.*16"):
+        Sparse(24).plan(TurnShape(100, 16))
