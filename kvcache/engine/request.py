@@ -1,0 +1,170 @@
+"""One request as the engine sees it: tokens, progress, what it reused, when things happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Status(Enum):
+    """Where a request stands. Pages are held in `LOADING` and `RUNNING` only."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    DONE = "done"
+
+
+class Reason(Enum):
+    """Why a request ended."""
+
+    LENGTH = "length"
+    """It has `max_new_tokens` tokens."""
+    STOP = "stop"
+    """The last token is one of its stop ids."""
+    ABORT = "abort"
+    ERROR = "error"
+    """The runner raised while it computed a batch with this request in it."""
+    STALLED = "stalled"
+    """Pages that it needs stayed out of use for longer than `stall_seconds`."""
+
+
+class Usage(NamedTuple):
+    """What a request cost and what it was spared, in tokens."""
+
+    prompt_tokens: int
+    output_tokens: int
+    device_tokens: int
+    """Of the prompt: found on the device when the request first ran."""
+    host_tokens: int
+    """Of the prompt: restored from a tier when the request first ran."""
+    recomputed_tokens: int
+    """Computed although the request had held them before: it was preempted in between."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed, from every source."""
+        return self.device_tokens + self.host_tokens
+
+
+class Timing(NamedTuple):
+    """Readings of one monotonic clock, in seconds. `first_token` is 0.0 if there was none."""
+
+    arrival: float
+    first_token: float
+    finish: float
+
+    @property
+    def first_token_seconds(self) -> float:
+        """Time to the first token, or 0.0 if there was none."""
+        return max(0.0, self.first_token - self.arrival)
+
+
+class Token(NamedTuple):
+    """A request has one more token."""
+
+    request: int
+    token: int
+
+
+class Finished(NamedTuple):
+    """A request has ended; nothing more comes for it."""
+
+    request: int
+    reason: Reason
+    usage: Usage
+    timing: Timing
+
+
+Event = Token | Finished
+
+
+class Result(NamedTuple):
+    """All that one request gave."""
+
+    tokens: list[int]
+    reason: Reason
+    usage: Usage
+    timing: Timing
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Mutable state of one request. Owned by the scheduler's thread."""
+
+    id: int
+    """The manager's handle."""
+    tokens: NDArray[np.int32]
+    """Prompt and output; the first `known` entries are set."""
+    prompt_tokens: int
+    known: int
+    stop_ids: frozenset[int]
+    arrival: float
+    order: int
+    """Rank of arrival: smaller is older."""
+    computed: int = 0
+    """Tokens whose KV is in pages that the request holds."""
+    granted: int = 0
+    """Tokens that it holds pages for."""
+    reached: int = 0
+    """The most that `computed` ever was."""
+    status: Status = Status.WAITING
+    needs_budget: bool = False
+    """While it waits: its last lookup found nothing to load, it can only start by computing."""
+    device_tokens: int = 0
+    host_tokens: int = 0
+    recomputed_tokens: int = 0
+    admitted: bool = False
+    first_token: float = 0.0
+    adopting: tuple[int, int] = field(default=(0, 0))
+    """Device and tier tokens of the hit that a load in flight completes."""
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens to compute before the next one can be sampled; 1 while decoding."""
+        return self.known - self.computed
+
+    @property
+    def output(self) -> Sequence[int]:
+        """The generated tokens."""
+        return [int(t) for t in self.tokens[self.prompt_tokens : self.known]]
+
+    def adopt(self, device_tokens: int, host_tokens: int) -> None:
+        """Start from a hit: nothing of it is computed. The first one is what the caller is told."""
+        self.computed = self.granted = device_tokens + host_tokens
+        self.reached = max(self.reached, self.computed)
+        self.status = Status.RUNNING
+        if not self.admitted:
+            self.admitted = True
+            self.device_tokens, self.host_tokens = device_tokens, host_tokens
+
+    def advance(self, end: int) -> None:
+        """The tokens up to `end` were computed."""
+        self.recomputed_tokens += max(0, min(end, self.reached) - self.computed)
+        self.computed = end
+        self.reached = max(self.reached, end)
+
+    def append(self, token: int, now: float) -> Reason | None:
+        """Take a generated token; returns why the request is over, if it is."""
+        self.tokens[self.known] = token
+        self.known += 1
+        if self.known == self.prompt_tokens + 1:
+            self.first_token = now
+        if token in self.stop_ids:
+            return Reason.STOP
+        return Reason.LENGTH if self.known == len(self.tokens) else None
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return Usage(
+            self.prompt_tokens,
+            self.known - self.prompt_tokens,
+            self.device_tokens,
+            self.host_tokens,
+            self.recomputed_tokens,
+        )

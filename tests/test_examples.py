@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EMBED = Path("examples") / "embed.py"
+
+
+def toy_output(tokens: list[int], count: int) -> list[int]:
+    """What the example's engine says if every KV number is the right one."""
+    tokens = list(tokens)
+    for _ in range(count):
+        kv = [t * 31 % 1009 for t in tokens]
+        tokens.append(sum(v * (i + 1) for i, v in enumerate(kv)) % 1000)
+    return tokens[-count:]
+
+
+def test_embed_gives_the_right_tokens_from_restored_pages(repo_root: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, str(repo_root / EMBED)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert run.stderr == ""
+    line = r"turn (\d) session (\d): (\d+) of (\d+) tokens cached, (\d+) of them .*output \[(.*)\]"
+    found = re.findall(line, run.stdout)
+    assert len(found) == len(run.stdout.splitlines()) == 9
+    sessions = [[100 * s + i for i in range(80)] for s in range(3)]
+    for turn, number, hit, length, restored, output in found:
+        history = sessions[int(number)]
+        wanted = toy_output(history, 4)
+        assert [int(t) for t in output.split(",")] == wanted
+        assert int(length) == len(history)
+        assert (int(hit), int(restored)) == ((80, 80) if int(turn) else (0, 0))
+        history += [*wanted, 7, 8, 9]
+
+
+def test_embed_is_short_and_uses_the_public_api_alone(repo_root: Path) -> None:
+    text = (repo_root / EMBED).read_text()
+    assert len(text.splitlines()) < 80
+    modules = set(re.findall(r"^(?:from|import) (\S+)", text, re.MULTILINE))
+    assert modules == {
+        "__future__",
+        "numpy",
+        "kvcache",
+        "kvcache.connectors.base",
+        "kvcache.connectors.cpu",
+        "kvcache.connectors.driver",
+    }
+    assert "._" not in text
