@@ -41,7 +41,6 @@ from kvcache.connectors.base import (
     failed,
 )
 from kvcache.core.errors import ConfigError, InvariantError
-from kvcache.core.hashing import NATIVE_NAMESPACE
 from kvcache.core.manager import Grant, Hit, Manager
 
 STORE_BYTES = 64 << 20
@@ -114,19 +113,16 @@ class Offload:
 
     # ---- loads ---------------------------------------------------------------------------------
 
-    def lookup(self, handle: int, *, namespace: bytes = NATIVE_NAMESPACE) -> Hit | None:
+    def lookup(self, handle: int) -> Hit | None:
         """The longest prefix that device and tier serve together; None: ask again next step.
 
         May be repeated every step: the tier answers from memory if nothing changed. It keeps what
         it promised until `start_load` or `release`.
-
-        Args:
-            handle: a request without pages.
-            namespace: for foreign requests the digest of their root fields.
         """
         manager, faults = self._manager, self._faults.get(handle)
         if faults is not None and faults.loads >= MAX_FAILED_LOADS:
             return manager.lookup(handle)
+        namespace = manager.info(handle).namespace
         keys = RequestKeys(handle, namespace, manager.group_digests(handle))
         present = self._scheduler.lookup(keys)
         self._held.add(handle)

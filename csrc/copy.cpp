@@ -24,7 +24,7 @@ using Longs = long long;
 
 constexpr uint64_t kLine = 64;          // streaming stores write whole cache lines
 constexpr uint64_t kBlock = 256;        // bytes per round of the loops below
-constexpr uint64_t kStreamFrom = 2048;  // below, setting up costs more than the saved reads
+constexpr uint64_t kStreamFrom = 1024;  // below, setting up costs more than the saved reads
 
 enum class Path { kMemcpy, kAvx2, kAvx512 };
 

@@ -160,6 +160,7 @@ int32_t Manager::info(int64_t handle, kvc_request_info* out) {
     out->granted = r->granted;
     out->n_units = static_cast<int64_t>(r->digests.size());
     out->state = static_cast<int32_t>(r->state);
+    out->ns = r->ns;
     return KVC_OK;
 }
 

@@ -189,6 +189,7 @@ typedef struct {
     int64_t granted;   /* end of the current grant */
     int64_t n_units;   /* known links of its hash chain */
     int32_t state;     /* 0 waiting (no pages), 1 running, 2 loading */
+    uint32_t ns;       /* 0: native keys */
 } kvc_request_info;
 int32_t kvc_info(kvc_manager* manager, int64_t handle, kvc_request_info* out);
 /* Digests of the request, n_units * 32 bytes, owned by the manager, valid until the request is extended or closed. */

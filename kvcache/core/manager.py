@@ -88,6 +88,8 @@ class RequestInfo(NamedTuple):
     units: int
     state: str
     """`waiting` (holds no pages), `running` or `loading`."""
+    namespace: bytes
+    """32 bytes: zeros for native keys, else the digest that its foreign keys live under."""
 
 
 class PoolStats(NamedTuple):
@@ -433,6 +435,7 @@ class Manager:
             out.granted,
             out.n_units,
             ("waiting", "running", "loading")[out.state],
+            self.namespaces[out.ns],
         )
 
     def block_table(self, handle: int, group: int, first: int = 0) -> NDArray[np.int32]:

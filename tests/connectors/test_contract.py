@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.connectors import testing, testing_rig
+from kvcache.connectors import testing
 from kvcache.connectors.base import (
     Connector,
     Direction,
@@ -203,7 +203,9 @@ def test_a_connector_with_one_fault_breaks_a_rule(
             return Connector("broken", scheduler, connector.worker)
         return Connector("broken", connector.scheduler, fault(connector.worker))
 
-    monkeypatch.setattr(testing_rig, "PATIENCE_SECONDS", 0.5)  # for what never comes
+    monkeypatch.setattr(
+        "kvcache.connectors.testing.harness.PATIENCE_SECONDS", 0.5
+    )  # for what never comes
     for rule in CONTRACT:
         if rule.__name__ in rules:
             with pytest.raises((ContractError, KVCacheError, KeyError)):

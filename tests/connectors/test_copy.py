@@ -16,7 +16,7 @@ from kvcache.core.copy import CopySegment, copy_pages, copy_path
 from kvcache.core.errors import ConfigError
 
 GUARD = 0xA5
-SIZES = (1, 7, 15, 63, 64, 999, 2047, 2048, 2049, 4096, 4096 + 16, 70_001)
+SIZES = (1, 7, 15, 63, 64, 999, 1023, 1024, 1025, 1087, 4096, 4096 + 16, 70_001)
 
 
 class Memory:

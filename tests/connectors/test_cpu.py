@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -248,6 +250,35 @@ def test_a_connector_that_is_dropped_ends_its_thread() -> None:
     assert gone() is None
     threads[-1].join(PATIENCE)
     assert not threads[-1].is_alive()
+
+
+EXIT = """
+import numpy as np, sys, threading
+from kvcache.connectors.base import Direction, PageRegion, Transfer
+from kvcache.connectors.cpu import CpuConnector, native_copy
+from kvcache.core.layout import Geometry
+from kvcache.core.specs import FullAttention
+group = FullAttention(name="a", layers=64, kv_heads=8, head_dim=64, block_tokens=16)
+memory = np.ones((64, group.page_bytes), np.uint8)
+begun = threading.Event()
+def copy(*args):
+    begun.set()
+    native_copy(*args)
+connector = CpuConnector(Geometry((group,)), pages=[64], batch_bytes=1, copy=copy)
+connector.worker.register([PageRegion(memory.ctypes.data, group.page_bytes, 64)])
+ids = np.arange(64)
+store = Transfer(1, Direction.STORE, np.zeros(64, np.int32), ids.astype(np.int32), ids, 60.0)
+assert connector.worker.submit(store)
+begun.wait(30)
+"""
+
+
+def test_an_interpreter_that_exits_in_the_middle_of_a_copy_exits_cleanly() -> None:
+    """Nobody called close: the thread is stopped before the memory goes."""
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 # ---- worker --------------------------------------------------------------------------------------

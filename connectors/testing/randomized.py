@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcache.connectors.base import QUEUE_FULL, Connector, Direction, Transfer, failed
-from kvcache.connectors.testing_faults import Faults, with_faults
-from kvcache.connectors.testing_oracle import OracleTier
-from kvcache.connectors.testing_rig import Factory, Key, Rig, Setup, chain, expect
+from kvcache.connectors.testing.faults import Faults, with_faults
+from kvcache.connectors.testing.harness import Factory, Key, Rig, Setup, chain, expect
+from kvcache.connectors.testing.oracle import OracleTier
 from kvcache.core.hashing import NATIVE_NAMESPACE
 
 OPERATIONS = 10_000

@@ -20,45 +20,18 @@ from dataclasses import replace
 import numpy as np
 
 from kvcache.connectors.base import QUEUE_FULL, Direction, TransferResult, failed
-from kvcache.connectors.testing_faults import Faults, FaultyWorker, with_faults
-from kvcache.connectors.testing_oracle import OracleTier
-from kvcache.connectors.testing_random import RandomRun, ten_thousand_random_operations
-from kvcache.connectors.testing_rig import (
+from kvcache.connectors.testing.harness import (
     ContractError,
-    Device,
     Factory,
     Gate,
     Key,
-    Rig,
     Setup,
     chain,
-    content,
-    digest,
     expect,
     rig,
 )
+from kvcache.connectors.testing.randomized import ten_thousand_random_operations
 from kvcache.core.hashing import NATIVE_NAMESPACE
-
-__all__ = [
-    "CONTRACT",
-    "ContractError",
-    "Device",
-    "Factory",
-    "Faults",
-    "FaultyWorker",
-    "Gate",
-    "Key",
-    "OracleTier",
-    "RandomRun",
-    "Rig",
-    "Setup",
-    "chain",
-    "content",
-    "digest",
-    "expect",
-    "rig",
-    "with_faults",
-]
 
 SHORT_SECONDS = 0.02
 """A deadline that passes at once, while the copy is held by a gate."""

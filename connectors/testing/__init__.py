@@ -1,0 +1,41 @@
+"""The connector author's kit: contract suite, fault injection, oracle. Needs no test framework."""
+
+from kvcache.connectors.testing.contract import CONTRACT
+from kvcache.connectors.testing.faults import Faults, FaultyWorker, with_faults
+from kvcache.connectors.testing.harness import (
+    ContractError,
+    Device,
+    Factory,
+    Gate,
+    Key,
+    Rig,
+    Setup,
+    chain,
+    content,
+    digest,
+    expect,
+    rig,
+)
+from kvcache.connectors.testing.oracle import OracleTier
+from kvcache.connectors.testing.randomized import RandomRun
+
+__all__ = [
+    "CONTRACT",
+    "ContractError",
+    "Device",
+    "Factory",
+    "Faults",
+    "FaultyWorker",
+    "Gate",
+    "Key",
+    "OracleTier",
+    "RandomRun",
+    "Rig",
+    "Setup",
+    "chain",
+    "content",
+    "digest",
+    "expect",
+    "rig",
+    "with_faults",
+]
