@@ -171,12 +171,18 @@ class Player:
 
 
 def play_turns(
-    settings: DemoSettings, kit: Kit, script: Script, watch: Callable[[Sequence[Turn]], None]
+    settings: DemoSettings,
+    kit: Kit,
+    script: Script,
+    *,
+    begins: Callable[[str, int, int], None],
+    ended: Callable[[Sequence[Turn]], None],
 ) -> list[Played]:
     """All turns of all sessions, round by round, in every mode.
 
     Args:
-        watch: told of each turn as it ends, with one entry for each mode.
+        begins: told of mode, session and number of what is played next.
+        ended: told of each turn, with one entry for each mode.
     """
     with ExitStack() as stack:
         players = [Player(mode, settings, kit) for mode in MODES]
@@ -191,11 +197,14 @@ def play_turns(
                     shared = len(histories[session]) - 1
                     said = script.follow_ups[session][number - 1]
                     histories[session] = np.concatenate([histories[session], said])
-                turns = [p.ask(histories[session], session, number, shared) for p in players]
+                turns = []
+                for player in players:
+                    begins(player.played.mode, session, number)
+                    turns.append(player.ask(histories[session], session, number, shared))
                 # The reference's answer in every history: all modes see the same prompts.
                 answer = np.array(turns[0].output, np.int32)
                 histories[session] = np.concatenate([histories[session], answer])
-                watch(turns)
+                ended(turns)
     return [player.played for player in players]
 
 

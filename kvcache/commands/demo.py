@@ -88,7 +88,16 @@ def run(args: argparse.Namespace) -> int:
             say(f"note: {kit.note}")
         _introduce(settings, kit, say)
         demo.warm_up(kit)
-        modes = demo.play_turns(settings, kit, script, _watcher(settings, kit, progress, say))
+        say(f"\nseconds to the first token{'':17}" + "".join(f"{m:>12}" for m in demo.MODES))
+
+        def begins(mode: str, session: int, number: int) -> None:
+            progress.update(f"turn {number + 1} session {session + 1}: {mode} ...")
+
+        def ended(turns: Sequence[Turn]) -> None:
+            progress.close()
+            say(_line(turns, kit))
+
+        modes = demo.play_turns(settings, kit, script, begins=begins, ended=ended)
     result = demo.record(settings, kit, modes)
     write_atomically(args.output, as_json(result))
     if args.json:
@@ -120,30 +129,17 @@ def _introduce(settings: DemoSettings, kit: Kit, say: Callable[[str], None]) -> 
     )
 
 
-def _watcher(
-    settings: DemoSettings, kit: Kit, progress: Progress, say: Callable[[str], None]
-) -> Callable[[Sequence[Turn]], None]:
-    from kvcache.bench.demo import MODES  # noqa: PLC0415
+def _line(turns: Sequence[Turn], kit: Kit) -> str:
+    """One turn in all modes, and the beginning of the answer."""
     from kvcache.engine.tokenizer import decode  # noqa: PLC0415
 
-    total, done = settings.sessions * settings.turns, 0
-    say(f"\nseconds to the first token{'':17}" + "".join(f"{mode:>12}" for mode in MODES))
-
-    def watch(turns: Sequence[Turn]) -> None:
-        nonlocal done
-        done += 1
-        first = turns[0]
-        progress.close()
-        say(
-            f"  turn {first.number + 1} session {first.session + 1}, prompt"
-            f" {first.usage.prompt_tokens:5} tokens:    "
-            + "".join(f"{turn.first_token_seconds:12.3f}" for turn in turns)
-            + f"  {decode(kit.tokenizer, first.output)[:40]!r}"
-        )
-        if done < total:
-            progress.update(f"{done} of {total} turns done")
-
-    return watch
+    first = turns[0]
+    return (
+        f"  turn {first.number + 1} session {first.session + 1}, prompt"
+        f" {first.usage.prompt_tokens:5} tokens:    "
+        + "".join(f"{turn.first_token_seconds:12.3f}" for turn in turns)
+        + f"  {decode(kit.tokenizer, first.output)[:40]!r}"
+    )
 
 
 def render(result: dict[str, Any]) -> str:

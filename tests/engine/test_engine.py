@@ -323,6 +323,35 @@ def test_others_compute_while_a_load_is_in_flight() -> None:
         assert r.held == 0
 
 
+def test_a_load_starts_though_a_prefill_takes_the_whole_budget() -> None:
+    with rig([40], tier_pages=[64], token_budget=32) as r:
+        prompt = tokens(100, 1)
+        generate(r.engine, prompt, 1)
+        evict_all(r)
+        r.engine.add_request(tokens(320, 2), max_new_tokens=1)
+        back = r.engine.add_request(prompt, max_new_tokens=1)
+        r.engine.step()
+        assert back in r.engine.scheduler.loading
+        r.engine.run()
+
+
+def test_an_aborted_request_gives_back_what_the_tier_held_for_it() -> None:
+    with rig([12], tier_pages=[64]) as r:
+        prompt = tokens(100, 1)
+        generate(r.engine, prompt, 1)
+        evict_all(r)
+        r.engine.add_request(tokens(100, 2), max_new_tokens=20)
+        r.engine.step()
+        refused = r.engine.add_request(prompt, max_new_tokens=1)
+        r.engine.step()
+        assert r.offload is not None
+        assert r.offload.stats().pinned_pages >= 6
+        r.engine.abort(refused)
+        r.engine.run()
+        assert r.held == 0
+        assert r.offload.stats().pinned_pages == 0
+
+
 def test_twins_share_one_load() -> None:
     gate = Gate()
     gate.open.set()

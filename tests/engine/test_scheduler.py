@@ -125,6 +125,41 @@ def test_a_refused_request_is_not_looked_up_again_until_pages_come_free() -> Non
     assert manager.lookups == asked + 1
 
 
+def test_a_refused_request_starts_when_pages_come_free_though_others_still_run() -> None:
+    engine, _, _ = make([8])
+    long = engine.add_request(tokens(20, 1), max_new_tokens=60)
+    short = engine.add_request(tokens(40, 2), max_new_tokens=5)
+    refused = engine.add_request(tokens(60, 3), max_new_tokens=1)
+    ended = [e.request for e in engine.stream() if isinstance(e, Finished)]
+    assert ended == [short, refused, long]
+
+
+def test_a_refused_request_starts_when_a_running_one_lets_go_of_a_state() -> None:
+    engine, _, _ = make([40, 4], states=1, token_budget=100)
+    long = engine.add_request(tokens(72, 1), max_new_tokens=60, boundaries=[16, 32])
+    refused = engine.add_request(tokens(16, 2), max_new_tokens=1)
+    ended = [e.request for e in engine.stream() if isinstance(e, Finished)]
+    assert ended == [refused, long]
+
+
+def test_a_preempted_request_comes_before_later_arrivals() -> None:
+    engine, _, _ = make([9], max_requests=1)
+    first = engine.add_request(tokens(40, 1), max_new_tokens=5)
+    second = engine.add_request(tokens(40, 2), max_new_tokens=1)
+    engine.step()
+    engine.preempt(first)
+    ended = [e.request for e in engine.stream() if isinstance(e, Finished)]
+    assert ended == [first, second]
+
+
+def test_a_prefill_gets_no_sliver_of_a_step_that_another_prefill_uses() -> None:
+    engine, _, runner = make([20], token_budget=20)
+    engine.add_request(tokens(32, 1), max_new_tokens=1)
+    engine.add_request(tokens(32, 2), max_new_tokens=1)
+    engine.run()
+    assert runner.steps == [[(0, 16)], [(16, 32)], [(0, 16)], [(16, 32)]]
+
+
 def test_twins_in_one_batch_are_computed_once() -> None:
     engine, _, runner = make([40], token_budget=200)
     prompt = tokens(100, 1)
