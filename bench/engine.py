@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvcache.bench.dense import Dense
 from kvcache.core.errors import ConfigError
-from kvcache.core.manager import StatePlan
+from kvcache.core.records import StatePlan
 from kvcache.core.specs import FullAttention
 from kvcache.engine import smollm2, tiny
 from kvcache.engine.layers_attention import Attention

@@ -24,7 +24,8 @@ from kvcache.bench.ideal import IdealCache
 from kvcache.bench.traces import TraceRequest
 from kvcache.core.errors import CapacityError, ConfigError, InvariantError
 from kvcache.core.layout import Geometry
-from kvcache.core.manager import LOSS_CAUSES, UNLIMITED, Manager
+from kvcache.core.manager import Manager
+from kvcache.core.records import LOSS_CAUSES, UNLIMITED
 from kvcache.core.retain import RetentionPolicy
 from kvcache.core.specs import FullAttention, GroupSpec, RecurrentState
 from kvcache.presets import preset

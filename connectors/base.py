@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.manager import KEYED_DTYPE
+from kvcache.core.records import KEYED_DTYPE
 
 __all__ = [
     "KEYED_DTYPE",

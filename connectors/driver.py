@@ -41,7 +41,8 @@ from kvcache.connectors.base import (
     failed,
 )
 from kvcache.core.errors import ConfigError, InvariantError
-from kvcache.core.manager import Grant, Hit, Manager
+from kvcache.core.manager import Manager
+from kvcache.core.records import Grant, Hit
 
 STORE_BYTES = 64 << 20
 """Most bytes of one store: its device pages are held until all of it is done."""

@@ -36,9 +36,9 @@ void Manager::add_stops(const Request& r, int64_t start, int64_t end, std::vecto
 int32_t Manager::stops(int64_t handle, int64_t start, int64_t end, int64_t* positions, int64_t cap, int64_t* n) {
     const Request* r = find(handle);
     if (!r) return unknown(handle);
-    if (start < 0 || end < start)
-        return fail(KVC_E_ARGUMENT, "range (%lld, %lld] is not ascending", static_cast<long long>(start),
-                    static_cast<long long>(end));
+    if (start < 0 || end < start || end > r->max_tokens)
+        return fail(KVC_E_ARGUMENT, "range (%lld, %lld] does not ascend between 0 and max_tokens (%lld)",
+                    static_cast<long long>(start), static_cast<long long>(end), static_cast<long long>(r->max_tokens));
     std::vector<Point> points;
     add_stops(*r, start, end, &points);
     *n = static_cast<int64_t>(points.size());
@@ -143,9 +143,9 @@ int32_t Manager::check_allocate(const Request& r, int64_t n_tokens, int64_t star
                     static_cast<L>(r.load));
     if (n_tokens < 0) return fail(KVC_E_ARGUMENT, "a grant of %lld tokens", static_cast<L>(n_tokens));
     if (n_tokens > r.max_tokens - start)
-        return fail(KVC_E_ARGUMENT, "tokens %lld to %lld were asked for, but max_tokens is %lld: raise it in open()",
-                    static_cast<L>(start), static_cast<L>(start) + static_cast<L>(n_tokens),
-                    static_cast<L>(r.max_tokens));
+        return fail(KVC_E_ARGUMENT,
+                    "%lld tokens from token %lld on were asked for, but max_tokens is %lld: raise it in open()",
+                    static_cast<L>(n_tokens), static_cast<L>(start), static_cast<L>(r.max_tokens));
     return KVC_OK;
 }
 

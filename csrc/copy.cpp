@@ -116,11 +116,12 @@ const char* side_name(const View& view) { return view.written ? "destination" : 
 int32_t check_view(const View& view, int64_t segment, int64_t n_pairs) {
     const auto name = side_name(view);
     if (view.base == 0 || view.bytes < 1 || view.stride < view.bytes || view.pages < 1)
-        return fail(KVC_E_ARGUMENT,
-                    "segment %lld, %s: base %#llx, %lld bytes, stride %lld, %lld pages: the base must not be NULL, bytes"
-                    " and pages above 0, the stride at least the bytes",
-                    static_cast<Longs>(segment), name, static_cast<Longs>(view.base), static_cast<Longs>(view.bytes),
-                    static_cast<Longs>(view.stride), static_cast<Longs>(view.pages));
+        return fail(
+            KVC_E_ARGUMENT,
+            "segment %lld, %s: base %#llx, %lld bytes, stride %lld, %lld pages: the base must not be NULL, bytes"
+            " and pages above 0, the stride at least the bytes",
+            static_cast<Longs>(segment), name, static_cast<Longs>(view.base), static_cast<Longs>(view.bytes),
+            static_cast<Longs>(view.stride), static_cast<Longs>(view.pages));
     uint64_t last = 0, end = 0;
     if (__builtin_mul_overflow(static_cast<uint64_t>(view.stride), static_cast<uint64_t>(view.pages - 1), &last) ||
         __builtin_add_overflow(last, static_cast<uint64_t>(view.bytes), &end) ||
@@ -209,11 +210,11 @@ int32_t validate(const kvc_segment* segments, int64_t n_segments, const int32_t*
     std::vector<View> views;
     for (int64_t s = 0; s < n_segments; ++s) {
         const kvc_segment& segment = segments[s];
-        views.push_back({segment.src_base, segment.src_stride, segment.bytes, segment.src_pages, src, *src_low,
-                         *src_high, false});
+        views.push_back(
+            {segment.src_base, segment.src_stride, segment.bytes, segment.src_pages, src, *src_low, *src_high, false});
         if (const auto status = check_view(views.back(), s, n_pairs)) return status;
-        views.push_back({segment.dst_base, segment.dst_stride, segment.bytes, segment.dst_pages, dst, *dst_low,
-                         *dst_high, true});
+        views.push_back(
+            {segment.dst_base, segment.dst_stride, segment.bytes, segment.dst_pages, dst, *dst_low, *dst_high, true});
         if (const auto status = check_view(views.back(), s, n_pairs)) return status;
     }
     if (const auto status = check_distinct(dst, n_pairs, *dst_low, *dst_high)) return status;

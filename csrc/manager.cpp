@@ -46,6 +46,9 @@ int32_t Manager::check_group(int32_t group) const {
 int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
     if (args.n_tokens < 1)
         return fail(KVC_E_ARGUMENT, "the prompt has %lld tokens: it needs at least one", static_cast<L>(args.n_tokens));
+    if (args.max_tokens > kMostTokens)
+        return fail(KVC_E_ARGUMENT, "max_tokens is %lld: at most %lld are possible", static_cast<L>(args.max_tokens),
+                    static_cast<L>(kMostTokens));
     if (args.max_tokens < args.n_tokens)
         return fail(KVC_E_ARGUMENT, "max_tokens is %lld, less than the prompt of %lld tokens",
                     static_cast<L>(args.max_tokens), static_cast<L>(args.n_tokens));
@@ -131,10 +134,11 @@ int32_t Manager::extend(int64_t handle, const int32_t* tokens, int64_t n) {
 int32_t Manager::retain(int64_t handle, int64_t interval, const int64_t* positions, const uint8_t* kept, int64_t n) {
     Request* r = find(handle);
     if (!r) return unknown(handle);
-    if (interval < 0 || interval % grid_)
+    if (interval < 0 || interval > kMostTokens || interval % grid_)
         return fail(KVC_E_ARGUMENT,
-                    "a retention interval of %lld tokens: it must be 0 or a multiple of the grid of %lld",
-                    static_cast<L>(interval), static_cast<L>(grid_));
+                    "a retention interval of %lld tokens: it must be 0 or a multiple of the grid of %lld, up to %lld",
+                    static_cast<L>(interval), static_cast<L>(grid_), static_cast<L>(kMostTokens));
+    if (n < 0) return fail(KVC_E_ARGUMENT, "%lld retained positions", static_cast<L>(n));
     std::vector<Retained> retained;
     for (int64_t i = 0; i < n; ++i) {
         if (positions[i] <= 0 || positions[i] % grid_ || (i && positions[i] <= positions[i - 1]))

@@ -87,14 +87,17 @@ int32_t kvc_pool_take(kvc_pool* pool, int64_t n, int32_t* pages, int64_t* taken)
     });
 }
 
-int32_t kvc_pool_publish(kvc_pool* pool, uint32_t ns, const uint8_t* digest, int32_t page, int32_t* published) {
+int32_t kvc_pool_publish(kvc_pool* pool, uint32_t ns, const uint8_t* digests, const int32_t* pages, int64_t n,
+                         uint8_t* published) {
     return enter(pool, [&](kvc::Pool& p) -> int32_t {
-        if (!p.contains(page) || p.page(page).refs == 0)
-            return fail(KVC_E_STATE, "page %d is not held: take it before giving it a key", page);
-        if (p.page(page).key != Page::kNone) return fail(KVC_E_STATE, "page %d has a key already", page);
-        kvc::Digest key;
-        std::memcpy(key.bytes, digest, 32);
-        *published = p.publish(page, key, ns, 0, Page::kVisible);
+        if (const auto status = check_run(32, n)) return status;
+        const DigestRun run{digests, 32, n};
+        for (int64_t i = 0; i < n; ++i) {
+            if (!p.contains(pages[i]) || p.page(pages[i]).refs == 0)
+                return fail(KVC_E_STATE, "page %d is not held: take it before giving it a key", pages[i]);
+            if (p.page(pages[i]).key != Page::kNone) return fail(KVC_E_STATE, "page %d has a key already", pages[i]);
+            published[i] = p.publish(pages[i], run.at(i), ns, 0, Page::kVisible);
+        }
         return KVC_OK;
     });
 }

@@ -9,6 +9,9 @@
 
 namespace kvc {
 
+// Longest request, and largest interval: sums of a few of these stay far from overflow.
+inline constexpr int64_t kMostTokens = int64_t{1} << 48;
+
 // The state after `position` tokens: one page for each recurrent group. Frozen: never written again.
 struct Point {
     int64_t position = 0;

@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import kvcache
@@ -136,6 +137,9 @@ def _report(error: KVCacheError | OSError | ModuleNotFoundError) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns its exit status. `argv` without the program's name."""
     arguments = sys.argv[1:] if argv is None else list(argv)
+    # A stream that was closed before the start is None: what would be said there is dropped.
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 (lives as long as we do)
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     try:
         return _run(arguments)
     except SystemExit as end:  # argparse has said its line

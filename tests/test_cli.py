@@ -300,3 +300,25 @@ def test_each_memory_problem_has_its_line_of_advice() -> None:
     assert len(preflight.advice(bad)) == len(words)
     for word, line in zip(words, preflight.advice(bad), strict=True):
         assert word in line
+
+
+def test_streams_closed_from_the_start_are_no_fault_of_the_program() -> None:
+    done = cli_process("doctor", preexec_fn=lambda: os.close(1))
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0
+    both = cli_process("--nonsense", preexec_fn=lambda: (os.close(1), os.close(2)))
+    assert both.returncode == 2
+
+
+@pytest.mark.parametrize("verb_and_input", [("replay", "missing.jsonl"), ("bench", "engine")])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("", "is a folder"), (".", "is a folder"), ("no/such/x.json", "there is no folder")],
+)
+def test_an_output_that_cannot_be_written_is_named_before_any_work(
+    verb_and_input: tuple[str, str], path: str, message: str
+) -> None:
+    done = cli_process(*verb_and_input, "--output", path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "--output" in done.stderr

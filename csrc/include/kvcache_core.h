@@ -72,8 +72,10 @@ int32_t kvc_pool_acquire(kvc_pool* pool, uint32_t ns, const uint8_t* digests, in
                          int32_t* pages);
 /* Takes up to n pages without key, one reference each, evicting cached pages in LRU order; *taken <= n. */
 int32_t kvc_pool_take(kvc_pool* pool, int64_t n, int32_t* pages, int64_t* taken);
-/* Gives the page its key. *published = 0 where the key is on another page already: then nothing changed. */
-int32_t kvc_pool_publish(kvc_pool* pool, uint32_t ns, const uint8_t* digest, int32_t page, int32_t* published);
+/* Gives each page its key (n * 32 bytes). published[i] = 0 where the key is on another page: that page gets none.
+ * A page that is not held, or has a key already, is KVC_E_STATE; pages before it keep what they got. */
+int32_t kvc_pool_publish(kvc_pool* pool, uint32_t ns, const uint8_t* digests, const int32_t* pages, int64_t n,
+                         uint8_t* published);
 /* Drops the key of a page, if any (a bad object: it must not be found again). */
 int32_t kvc_pool_unpublish(kvc_pool* pool, int32_t page);
 /* Drops one reference of each page, in this order: the first is evicted first. All or nothing. */
@@ -205,7 +207,7 @@ int32_t kvc_state_plan(kvc_manager* manager, int64_t handle, int32_t group, int3
 /* ---- tiers ---- */
 typedef struct {
     int64_t end;    /* position after the block, or of the state */
-    int64_t handle; /* the request that wrote it, 0 once closed */
+    int64_t handle; /* the request that wrote or wants it; it may be closed by now */
     uint32_t ns;
     int32_t group;
     int32_t page;

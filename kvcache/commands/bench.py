@@ -7,7 +7,13 @@ import importlib
 import os
 import sys
 
-from kvcache.commands.output import Progress, as_json, emit_json, write_atomically
+from kvcache.commands.output import (
+    Progress,
+    as_json,
+    emit_json,
+    require_writable,
+    write_atomically,
+)
 
 HELP = "Measures one part of the library on this machine, beside a baseline in the same run."
 
@@ -42,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report; 0."""
+    if args.output is not None:
+        require_writable(args.output)
     # Read by OpenMP when torch loads it: idle threads that spin starve other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KMP_BLOCKTIME", "0")

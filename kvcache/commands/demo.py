@@ -8,8 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache.commands.output import Progress, as_json, emit_json, write_atomically
-from kvcache.core.errors import ConfigError
+from kvcache.commands.output import (
+    Progress,
+    as_json,
+    emit_json,
+    require_writable,
+    write_atomically,
+)
 
 if TYPE_CHECKING:  # its module loads torch
     from kvcache.bench.demo import DemoSettings, Kit, Turn
@@ -65,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit 0 when all outputs agree, 1 when one differs by more than a tie."""
-    _require_writable(args.output)
+    require_writable(args.output)
     # Threads that spin while they wait starve each other where processes share the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KMP_BLOCKTIME", "0")
@@ -109,15 +114,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(text: str) -> None:
     print(text, flush=True)
-
-
-def _require_writable(path: str) -> None:
-    """Said before minutes are spent, not after."""
-    folder = Path(path).resolve().parent
-    if not folder.is_dir():
-        raise ConfigError(f"--output {path}: there is no folder {folder}")
-    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
-        raise ConfigError(f"--output {path} cannot be written: give another file")
 
 
 def _introduce(settings: DemoSettings, kit: Kit, say: Callable[[str], None]) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
+from kvcache.core.errors import ConfigError
+
 PROGRESS_SECONDS = 0.1
 """Least time between two states of a progress line."""
 
@@ -41,6 +43,18 @@ def emit_json(value: object) -> None:
         sys.stdout.flush()
     except OSError as error:
         raise OSError(error.errno, error.strerror, "stdout") from error
+
+
+def require_writable(path: str) -> None:
+    """Said before minutes are spent, not after. `ConfigError` names `--output`."""
+    target = Path(path)
+    folder = target.resolve().parent
+    if not path or target.is_dir():
+        raise ConfigError(f"--output {path!r} is a folder: give the path of a file")
+    if not folder.is_dir():
+        raise ConfigError(f"--output {path}: there is no folder {folder}")
+    if not os.access(target if target.exists() else folder, os.W_OK):
+        raise ConfigError(f"--output {path} cannot be written: give another file")
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:

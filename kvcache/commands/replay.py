@@ -11,7 +11,13 @@ from typing import Any
 
 from kvcache.bench.replay import DEFAULT_PRESET, Replay, ReplaySettings
 from kvcache.bench.traces import LaneSettings, open_trace
-from kvcache.commands.output import Progress, as_json, emit_json, write_atomically
+from kvcache.commands.output import (
+    Progress,
+    as_json,
+    emit_json,
+    require_writable,
+    write_atomically,
+)
 from kvcache.core.errors import ConfigError
 from kvcache.presets import names
 
@@ -110,6 +116,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay; 0 if no block leaked, else 1."""
+    if args.output is not None:
+        require_writable(args.output)
     started = time.perf_counter()
     lanes = _lanes(args)
     trace = open_trace(args.trace)

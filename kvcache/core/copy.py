@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core import native
+from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError
 
 
@@ -41,9 +41,11 @@ def copy_pages(
     the addresses are mapped is the caller's promise. Returns when the bytes are visible to other
     threads.
     """
-    if len(source_pages) != len(target_pages):
+    source = arrays.flat(source_pages, np.int32, "source_pages")
+    target = arrays.flat(target_pages, np.int32, "target_pages")
+    if len(source) != len(target):
         raise ConfigError(
-            f"{len(source_pages)} source pages and {len(target_pages)} target pages: they are pairs"
+            f"{len(source)} source pages and {len(target)} target pages: they are pairs"
         )
     ffi, lib = native.load()
     rows = ffi.new("kvc_segment[]", len(segments))
@@ -55,14 +57,11 @@ def copy_pages(
         row.dst_stride = segment.target_stride_bytes
         row.dst_pages = segment.target_pages
         row.bytes = segment.length_bytes
-    source = np.ascontiguousarray(source_pages, dtype=np.int32)
-    target = np.ascontiguousarray(target_pages, dtype=np.int32)
-    native.check(
-        lib.kvc_copy(
-            rows,
-            len(segments),
-            ffi.from_buffer("int32_t[]", source),
-            ffi.from_buffer("int32_t[]", target),
-            len(source),
-        )
+    native.call(
+        lib.kvc_copy,
+        rows,
+        len(segments),
+        ffi.from_buffer("int32_t[]", source),
+        ffi.from_buffer("int32_t[]", target),
+        len(source),
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core import native
+from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError
 
 ROOT_DOMAIN = b"kvcache/root/1"
@@ -43,16 +43,19 @@ def root_digest(
 
     Fields are length-prefixed, so that no two field lists have one encoding.
     """
-    fields = (
-        fingerprint.model.encode(),
-        str(fingerprint.weights_epoch).encode(),
-        fingerprint.kv_dtype.encode(),
-        fingerprint.position_scheme.encode(),
-        fingerprint.secret,
-        str(hash_unit_tokens).encode(),
-        lora.encode(),
-        salt.encode(),
-    )
+    try:
+        fields = (
+            fingerprint.model.encode(),
+            str(fingerprint.weights_epoch).encode(),
+            fingerprint.kv_dtype.encode(),
+            fingerprint.position_scheme.encode(),
+            fingerprint.secret,
+            str(hash_unit_tokens).encode(),
+            lora.encode(),
+            salt.encode(),
+        )
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"salt, lora and fingerprint must be valid text: {error}") from error
     digest = hashlib.sha256(ROOT_DOMAIN)
     for field in fields:
         digest.update(len(field).to_bytes(8, "little") + field)
@@ -61,17 +64,7 @@ def root_digest(
 
 def as_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
     """A contiguous int32 array; no copy if it is one. `ConfigError` for anything else."""
-    array = np.asarray(tokens)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ConfigError(
-            f"tokens must be a flat array of whole numbers, not {array.dtype} of shape"
-            f" {array.shape}"
-        )
-    if array.size and array.dtype != np.int32:
-        low, high = int(array.min()), int(array.max())
-        if low < -(2**31) or high >= 2**31:
-            raise ConfigError(f"token ids from {low} to {high} do not fit in 32 bits")
-    return np.ascontiguousarray(array, dtype=np.int32)
+    return arrays.flat(tokens, np.int32, "tokens")
 
 
 def hash_chain(
@@ -86,14 +79,13 @@ def hash_chain(
     array = as_tokens(tokens)
     blocks = len(array) // block_tokens
     out = np.empty((blocks, 32), dtype=np.uint8)
-    native.check(
-        lib.kvc_hash_chain(
-            path,
-            parent,
-            ffi.from_buffer("int32_t[]", array),
-            blocks,
-            block_tokens,
-            ffi.from_buffer("uint8_t[]", out),
-        )
+    native.call(
+        lib.kvc_hash_chain,
+        path,
+        parent,
+        ffi.from_buffer("int32_t[]", array),
+        blocks,
+        block_tokens,
+        ffi.from_buffer("uint8_t[]", out),
     )
     return out

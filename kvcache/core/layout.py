@@ -10,6 +10,8 @@ from functools import cached_property
 from kvcache.core.errors import ConfigError
 from kvcache.core.specs import FullAttention, GroupSpec, RecurrentState
 
+MAX_GRID_TOKENS = 2**31
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -38,6 +40,11 @@ class Geometry:
         if self.state_grid_tokens < 1:
             raise ConfigError(
                 f"Geometry.state_grid_tokens is {self.state_grid_tokens}: it must be above 0"
+            )
+        if self.grid_tokens >= MAX_GRID_TOKENS:
+            raise ConfigError(
+                f"the hit grid would be {self.grid_tokens} tokens (the least common multiple of the"
+                f" groups' block_tokens): it must be below {MAX_GRID_TOKENS}"
             )
 
     @cached_property

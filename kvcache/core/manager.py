@@ -13,105 +13,35 @@ writes have finished. Keys that an open step writes are pending: never a hit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from numpy.typing import NDArray
 
-from kvcache.core import native
+from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError
 from kvcache.core.hashing import NATIVE_NAMESPACE, Fingerprint, as_tokens, root_digest
 from kvcache.core.layout import Geometry
+from kvcache.core.records import (
+    KEYED_DTYPE,
+    LOSS_CAUSES,
+    UNLIMITED,
+    Grant,
+    Hit,
+    ManagerStats,
+    PoolStats,
+    RequestInfo,
+    StatePlan,
+)
 from kvcache.core.retain import RetentionPolicy, TurnShape
 from kvcache.core.specs import FullAttention
 
-UNLIMITED = -1
-"""As a pool size: pages are made as they are needed. For tests, and replay of an infinite cache."""
-
-LOSS_CAUSES = ("last_block", "no_state", "evicted", "pending", "not_stored")
-"""Why a prompt token was not a hit, in the order of `kvc_cause`."""
-
-KEYED_DTYPE = np.dtype(
-    {
-        "names": ["end", "handle", "ns", "group", "page", "digest"],
-        "formats": ["<i8", "<i8", "<u4", "<i4", "<i4", ("u1", 32)],
-        "offsets": [0, 8, 16, 20, 24, 28],
-        "itemsize": 64,
-    }
-)
-"""A page with its key, as `kvc_keyed` of the C header has it."""
-
-
-class Hit(NamedTuple):
-    """What a lookup found. `hit_tokens` plus the sum of `lost` is the prompt's length."""
-
-    hit_tokens: int
-    device_tokens: int
-    """The part of the hit that needs no tier (0 if the device alone has no state there)."""
-    pending_tokens: int
-    """What `hit_tokens` would be, at least, once all pending writes and loads are done."""
-    junction: int
-    """Where attention went on and no state was there; 0 if none was missed."""
-    lost: dict[str, int]
-    """Tokens by cause, keys from `LOSS_CAUSES`."""
-
-
-class Grant(NamedTuple):
-    """Tokens [start, end) may be computed now; or a load must end first (`load` above 0)."""
-
-    hit_tokens: int
-    start: int
-    end: int
-    load: int
-    load_pages: int
-
-
-class StatePlan(NamedTuple):
-    """Where a recurrent group's state comes from and goes in one grant."""
-
-    source: int
-    """Page with the state at the grant's start; -1: the zero state."""
-    positions: NDArray[np.int64]
-    """After so many tokens of the request ..."""
-    pages: NDArray[np.int32]
-    """... the state is written to this page (equal to the previous one: update in place)."""
-
-
-class RequestInfo(NamedTuple):
-    """Counts of one request, in tokens."""
-
-    tokens: int
-    prompt: int
-    computed: int
-    committed: int
-    granted: int
-    units: int
-    state: str
-    """`waiting` (holds no pages), `running` or `loading`."""
-    namespace: bytes
-    """32 bytes: zeros for native keys, else the digest that its foreign keys live under."""
-
-
-class PoolStats(NamedTuple):
-    """Pages of one group."""
-
-    capacity: int
-    created: int
-    free: int
-    cached: int
-    held: int
-    keyed: int
-    evictions: int
-
-
-class ManagerStats(NamedTuple):
-    """Counts over the whole manager."""
-
-    open_requests: int
-    open_steps: int
-    open_loads: int
-    pinned: int
-    keyed_dropped: int
+_POINTERS = {
+    np.dtype(np.int32): "int32_t*",
+    np.dtype(np.int64): "int64_t*",
+    KEYED_DTYPE: "kvc_keyed*",
+}
 
 
 class Manager:
@@ -138,6 +68,7 @@ class Manager:
         max_open_steps: int = 2,
         seed: int = 0,
     ) -> None:
+        pages = [int(count) for count in arrays.flat(pages, np.int64, "pages")]
         if len(pages) != len(geometry.groups):
             raise ConfigError(
                 f"pages has {len(pages)} numbers for {len(geometry.groups)} groups: give one each"
@@ -158,6 +89,7 @@ class Manager:
         self._numbers = {NATIVE_NAMESPACE: 0}
         self._roots: dict[tuple[str, str], bytes] = {}
         self._shapes: dict[int, TurnShape] = {}
+        self._chains: dict[int, NDArray[np.uint8]] = {}
         self._ffi, self._lib = native.load()
         self._native = self._create(pages, max_open_steps, seed)
 
@@ -179,7 +111,7 @@ class Manager:
             },
         )
         out = ffi.new("kvc_manager**")
-        native.check(lib.kvc_manager_new(config, groups, out))
+        native.call(lib.kvc_manager_new, config, groups, out)
         return ffi.gc(out[0], lib.kvc_manager_free)
 
     # ---- opening and closing -------------------------------------------------------------------
@@ -238,9 +170,7 @@ class Manager:
                 root fields.
             prompt_tokens: length of the prompt; `n` must be `prompt_tokens // hash_unit_tokens`.
         """
-        keys = np.ascontiguousarray(digests, dtype=np.uint8)
-        if keys.ndim != 2 or keys.shape[1] != 32:
-            raise ConfigError(f"digests has shape {keys.shape}: expected [n, 32]")
+        keys = np.ascontiguousarray(arrays.keys(digests, "digests"))
         return self._open(
             {
                 "ns": self.namespace_number(self._root(salt, lora)),
@@ -269,9 +199,9 @@ class Manager:
                 " tokens"
             )
         fields["max_tokens"] = prompt_tokens if max_tokens is None else max_tokens
-        args = self._ffi.new("kvc_open_args*", fields)
+        args = native.new("kvc_open_args*", fields)
         out = self._ffi.new("int64_t*")
-        native.check(self._lib.kvc_open(self._native, args, out))
+        self._call(self._lib.kvc_open, args, out)
         handle = int(out[0])
         self._shapes[handle] = shape
         try:
@@ -305,29 +235,30 @@ class Manager:
     def extend(self, handle: int, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Append generated tokens. Hashes what became full."""
         array = as_tokens(tokens)
-        native.check(
-            self._lib.kvc_extend(
-                self._native, handle, self._ffi.from_buffer("int32_t[]", array), len(array)
-            )
-        )
+        buffer = self._ffi.from_buffer("int32_t[]", array)
+        self._call(self._lib.kvc_extend, handle, buffer, len(array))
 
     def extend_foreign(self, handle: int, count: int) -> None:
         """Append `count` tokens without keys to a foreign request."""
-        native.check(self._lib.kvc_extend(self._native, handle, self._ffi.NULL, count))
+        self._call(self._lib.kvc_extend, handle, self._ffi.NULL, count)
 
     def finish(self, handle: int) -> None:
         """Close the request. Its keys stay, its state of the last grid point gets one."""
-        native.check(self._lib.kvc_finish(self._native, handle))
-        del self._shapes[handle]
+        self._call(self._lib.kvc_finish, handle)
+        self._forget(handle)
 
     def abort(self, handle: int) -> None:
         """Close the request at any moment; what an open step writes for it leaves no key."""
-        native.check(self._lib.kvc_abort(self._native, handle))
+        self._call(self._lib.kvc_abort, handle)
+        self._forget(handle)
+
+    def _forget(self, handle: int) -> None:
         self._shapes.pop(handle, None)
+        self._chains.pop(handle, None)
 
     def preempt(self, handle: int) -> None:
         """Take all pages from the request; it waits, and is looked up again later."""
-        native.check(self._lib.kvc_preempt(self._native, handle))
+        self._call(self._lib.kvc_preempt, handle)
 
     # ---- lookup and allocation -----------------------------------------------------------------
 
@@ -348,48 +279,48 @@ class Manager:
                 raise ConfigError(
                     f"present has {len(present)} arrays for {len(self.geometry.groups)} groups"
                 )
-            arrays = [np.ascontiguousarray(p, dtype=np.uint8) for p in present]
-            buffers = [ffi.from_buffer("uint8_t[]", a) for a in arrays]
+            maps = [arrays.flat(p, np.uint8, "present") for p in present]
+            buffers = [ffi.from_buffer("uint8_t[]", m) for m in maps]
             pointers = ffi.new("uint8_t*[]", buffers)
-            lengths = ffi.new("int64_t[]", [len(a) for a in arrays])
+            lengths = ffi.new("int64_t[]", [len(m) for m in maps])
         out = ffi.new("kvc_hit*")
-        native.check(self._lib.kvc_lookup(self._native, handle, pointers, lengths, out))
+        self._call(self._lib.kvc_lookup, handle, pointers, lengths, out)
         if out.junction:
             shape = self._shapes[handle]
             if out.junction not in shape.junctions:
                 shape = shape._replace(junctions=(*shape.junctions, int(out.junction)))
-                self._shapes[handle] = shape
                 self._retain(handle, shape)
+                self._shapes[handle] = shape
         lost = dict(zip(LOSS_CAUSES, list(out.lost), strict=True))
         return Hit(out.hit_tokens, out.device_tokens, out.pending_tokens, out.junction, lost)
 
     def _retain(self, handle: int, shape: TurnShape) -> None:
         plan = self.retention.plan(shape)
-        positions = np.asarray(plan.positions, dtype=np.int64)
-        kept = np.asarray(plan.kept, dtype=np.uint8)
-        native.check(
-            self._lib.kvc_retain(
-                self._native,
-                handle,
-                plan.interval_tokens,
-                self._ffi.from_buffer("int64_t[]", positions),
-                self._ffi.from_buffer("uint8_t[]", kept),
-                len(positions),
+        if len(plan.positions) != len(plan.kept):
+            raise ConfigError(
+                f"{type(self.retention).__name__}.plan gave {len(plan.positions)} positions and"
+                f" {len(plan.kept)} kept flags: one each"
             )
+        positions = arrays.flat(plan.positions, np.int64, "the policy's positions")
+        kept = arrays.flat(plan.kept, np.uint8, "the policy's kept flags")
+        self._call(
+            self._lib.kvc_retain,
+            handle,
+            plan.interval_tokens,
+            self._ffi.from_buffer("int64_t[]", positions),
+            self._ffi.from_buffer("uint8_t[]", kept),
+            len(positions),
         )
 
     def stops(self, handle: int, start: int, end: int) -> list[int]:
         """Positions in (start, end] where a state must be snapshotted, ascending."""
-        found: NDArray[np.int64] = self._read(
-            "int64_t",
-            lambda buf, cap, n: self._lib.kvc_stops(self._native, handle, start, end, buf, cap, n),
-        )
+        found = self._read(np.int64, self._lib.kvc_stops, handle, start, end)
         return [int(position) for position in found]
 
     def need(self, handle: int, tokens: int) -> list[int]:
         """New pages of each group that `allocate(handle, tokens)` would take."""
         out = self._ffi.new("int64_t[]", len(self.geometry.groups))
-        native.check(self._lib.kvc_need(self._native, handle, tokens, out))
+        self._call(self._lib.kvc_need, handle, tokens, out)
         return [int(count) for count in out]
 
     def allocate(self, handle: int, tokens: int) -> Grant | None:
@@ -400,7 +331,7 @@ class Manager:
         names a load: fill `load_items(load)`, then `end_load`.
         """
         out = self._ffi.new("kvc_grant*")
-        status = native.check(self._lib.kvc_allocate(self._native, handle, tokens, out))
+        status = self._call(self._lib.kvc_allocate, handle, tokens, out)
         if status == native.NO_SPACE:
             return None
         return Grant(out.hit_tokens, out.start, out.end, out.load, out.n_loads)
@@ -410,23 +341,23 @@ class Manager:
     def begin_step(self) -> int:
         """Open a step. At most `max_open_steps` are open; they end in order."""
         out = self._ffi.new("int64_t*")
-        native.check(self._lib.kvc_begin_step(self._native, out))
+        self._call(self._lib.kvc_begin_step, out)
         return int(out[0])
 
     def commit(self, handle: int, upto: int) -> None:
         """The newest open step writes the request's tokens up to `upto`, inside its grant."""
-        native.check(self._lib.kvc_commit(self._native, handle, upto))
+        self._call(self._lib.kvc_commit, handle, upto)
 
     def end_step(self, step: int) -> None:
         """The step's writes are done: its keys become hits, pages freed under it are free."""
-        native.check(self._lib.kvc_end_step(self._native, step))
+        self._call(self._lib.kvc_end_step, step)
 
     # ---- what the engine reads -----------------------------------------------------------------
 
     def info(self, handle: int) -> RequestInfo:
         """Counts of one request."""
         out = self._ffi.new("kvc_request_info*")
-        native.check(self._lib.kvc_info(self._native, handle, out))
+        self._call(self._lib.kvc_info, handle, out)
         return RequestInfo(
             out.n_tokens,
             out.n_prompt,
@@ -440,43 +371,36 @@ class Manager:
 
     def block_table(self, handle: int, group: int, first: int = 0) -> NDArray[np.int32]:
         """Pages of an attention group from block `first` on, a copy."""
-        return self._read(
-            "int32_t",
-            lambda buf, cap, n: self._lib.kvc_table(
-                self._native, handle, group, first, buf, cap, n
-            ),
-        )
+        return self._read(np.int32, self._lib.kvc_table, handle, group, first)
 
     def state_plan(self, handle: int, group: int) -> StatePlan:
         """The current grant's plan for a recurrent group."""
-        ffi, lib = self._ffi, self._lib
-        source, n = ffi.new("int32_t*"), ffi.new("int64_t*")
-        cap = 16
+        ffi, source, n, cap = self._ffi, self._ffi.new("int32_t*"), self._ffi.new("int64_t*"), 16
         while True:
             positions, pages = np.empty(cap, np.int64), np.empty(cap, np.int32)
-            native.check(
-                lib.kvc_state_plan(
-                    self._native,
-                    handle,
-                    group,
-                    source,
-                    ffi.from_buffer("int64_t[]", positions),
-                    ffi.from_buffer("int32_t[]", pages),
-                    cap,
-                    n,
-                )
+            self._call(
+                self._lib.kvc_state_plan,
+                handle,
+                group,
+                source,
+                ffi.from_buffer("int64_t[]", positions),
+                ffi.from_buffer("int32_t[]", pages),
+                cap,
+                n,
             )
             if n[0] <= cap:
                 return StatePlan(source[0], positions[: n[0]], pages[: n[0]])
             cap = int(n[0])
 
     def digests(self, handle: int) -> NDArray[np.uint8]:
-        """The request's chain, `[units, 32]`: a view, valid until it is extended or closed."""
+        """The request's chain, `[units, 32]`, read-only. Copied once, and again when it grew."""
         pointer, n = self._ffi.new("uint8_t const**"), self._ffi.new("int64_t*")
-        native.check(self._lib.kvc_digests(self._native, handle, pointer, n))
-        if n[0] == 0:
-            return np.empty((0, 32), np.uint8)
-        return np.frombuffer(self._ffi.buffer(pointer[0], n[0] * 32), np.uint8).reshape(-1, 32)
+        self._call(self._lib.kvc_digests, handle, pointer, n)
+        chain = self._chains.get(handle)
+        if chain is None or len(chain) < n[0]:
+            raw = bytes(self._ffi.buffer(pointer[0], n[0] * 32)) if n[0] else b""
+            chain = self._chains[handle] = np.frombuffer(raw, np.uint8).reshape(-1, 32)
+        return chain
 
     def group_digests(self, handle: int) -> list[NDArray[np.uint8]]:
         """Keys of each group: views into `digests`, one row per block or grid point."""
@@ -487,9 +411,7 @@ class Manager:
 
     def load_items(self, load: int) -> NDArray[np.void]:
         """Pages that a load must fill, with their keys: `[n]` of `KEYED_DTYPE`."""
-        return self._read_keyed(
-            lambda buf, cap, n: self._lib.kvc_load_items(self._native, load, buf, cap, n)
-        )
+        return self._read(KEYED_DTYPE, self._lib.kvc_load_items, load)
 
     def end_load(self, load: int, ok: NDArray[np.uint8]) -> None:
         """The load is over; `ok[i]` tells whether item i holds the right bytes.
@@ -497,52 +419,38 @@ class Manager:
         All good: the request runs on from its hit. Otherwise it waits again without pages; a new
         lookup finds the good part on the device.
         """
-        flags = np.ascontiguousarray(ok, dtype=np.uint8)
-        native.check(
-            self._lib.kvc_end_load(
-                self._native, load, self._ffi.from_buffer("uint8_t[]", flags), len(flags)
-            )
-        )
+        flags = arrays.flat(ok, np.uint8, "ok")
+        buffer = self._ffi.from_buffer("uint8_t[]", flags)
+        self._call(self._lib.kvc_end_load, load, buffer, len(flags))
 
     def abandon_load(self, load: int) -> None:
         """The load is late: its request waits again, its pages stay out of use until `end_load`."""
-        native.check(self._lib.kvc_abandon_load(self._native, load))
+        self._call(self._lib.kvc_abandon_load, load)
 
     def take_keyed(self) -> NDArray[np.void]:
         """Pages that got their key since the last call, `[n]` of `KEYED_DTYPE`."""
-        return self._read_keyed(
-            lambda buf, cap, n: self._lib.kvc_take_keyed(self._native, buf, cap, n)
-        )
+        return self._read(KEYED_DTYPE, self._lib.kvc_take_keyed)
 
     def pin(self, items: NDArray[np.void]) -> NDArray[np.uint8]:
         """One reference on each page that still has the given key; 0 in the result: it has not."""
-        out = np.zeros(len(items), np.uint8)
-        rows = np.ascontiguousarray(items, dtype=KEYED_DTYPE)
-        native.check(
-            self._lib.kvc_pin(
-                self._native,
-                self._ffi.cast("kvc_keyed*", self._ffi.from_buffer(rows)),
-                len(rows),
-                self._ffi.from_buffer("uint8_t[]", out),
-            )
-        )
+        rows = arrays.flat(items, KEYED_DTYPE, "items")
+        out = np.zeros(len(rows), np.uint8)
+        pointer = self._ffi.cast("kvc_keyed*", self._ffi.from_buffer(rows))
+        self._call(self._lib.kvc_pin, pointer, len(rows), self._ffi.from_buffer("uint8_t[]", out))
         return out
 
     def unpin(self, group: int, pages: NDArray[np.int32]) -> None:
         """End references that `pin` gave."""
-        rows = np.ascontiguousarray(pages, dtype=np.int32)
-        native.check(
-            self._lib.kvc_unpin(
-                self._native, group, self._ffi.from_buffer("int32_t[]", rows), len(rows)
-            )
-        )
+        rows = arrays.flat(pages, np.int32, "pages")
+        buffer = self._ffi.from_buffer("int32_t[]", rows)
+        self._call(self._lib.kvc_unpin, group, buffer, len(rows))
 
     # ---- counts and invariants -----------------------------------------------------------------
 
     def stats(self) -> ManagerStats:
         """Open requests, steps, loads, pins."""
         out = self._ffi.new("kvc_manager_stats*")
-        native.check(self._lib.kvc_manager_get_stats(self._native, out))
+        self._call(self._lib.kvc_manager_get_stats, out)
         return ManagerStats(
             out.open_requests, out.open_steps, out.open_loads, out.pinned, out.keyed_dropped
         )
@@ -550,7 +458,7 @@ class Manager:
     def pool_stats(self, group: int) -> PoolStats:
         """Pages of one group."""
         out = self._ffi.new("kvc_pool_stats*")
-        native.check(self._lib.kvc_group_stats(self._native, group, out))
+        self._call(self._lib.kvc_group_stats, group, out)
         return PoolStats(
             out.capacity, out.created, out.free, out.cached, out.held, out.keyed, out.evictions
         )
@@ -563,33 +471,29 @@ class Manager:
         if len(digest) != 32:
             raise ConfigError(f"digest has {len(digest)} bytes: expected 32")
         page = self._ffi.new("int32_t*")
-        native.check(self._lib.kvc_has_key(self._native, group, number, digest, page))
+        self._call(self._lib.kvc_has_key, group, number, digest, page)
         return int(page[0])
 
     def clear(self) -> None:
         """Forget every key. `MisuseError` while a request holds pages, a step or a load is open."""
-        native.check(self._lib.kvc_clear(self._native))
+        self._call(self._lib.kvc_clear)
 
     def check(self) -> None:
         """Recount everything; raise `InvariantError` on a difference. O(pages)."""
-        native.check(self._lib.kvc_check(self._native))
+        self._call(self._lib.kvc_check)
 
-    # ---- reading arrays of unknown length ------------------------------------------------------
+    # ---- calling the library -------------------------------------------------------------------
 
-    def _read(self, ctype: str, call: Any) -> NDArray[Any]:
+    def _call(self, function: Any, *args: Any) -> int:
+        return native.call(function, self._native, *args)
+
+    def _read(self, dtype: npt.DTypeLike, function: Any, *args: Any) -> NDArray[Any]:
+        """The array that a function writes to its last three arguments: out, cap, n."""
         ffi, n, cap = self._ffi, self._ffi.new("int64_t*"), 64
         while True:
-            out = np.empty(cap, np.int64 if ctype == "int64_t" else np.int32)
-            native.check(call(ffi.from_buffer(f"{ctype}[]", out), cap, n))
-            if n[0] <= cap:
-                return out[: n[0]]
-            cap = int(n[0])
-
-    def _read_keyed(self, call: Any) -> NDArray[np.void]:
-        ffi, n, cap = self._ffi, self._ffi.new("int64_t*"), 64
-        while True:
-            out = np.empty(cap, KEYED_DTYPE)
-            native.check(call(ffi.cast("kvc_keyed*", ffi.from_buffer(out)), cap, n))
+            out = np.empty(cap, dtype)
+            pointer = ffi.cast(_POINTERS[out.dtype], ffi.from_buffer(out))
+            self._call(function, *args, pointer, cap, n)
             if n[0] <= cap:
                 return out[: n[0]]
             cap = int(n[0])

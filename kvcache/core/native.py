@@ -85,8 +85,24 @@ def fail(status: int) -> NoReturn:
     raise _ERRORS.get(status, NativeError)(ffi.string(lib.kvc_last_error()).decode())
 
 
-def check(status: int) -> int:
-    """Pass on a status of zero or above, raise otherwise."""
+def call(function: Any, *args: Any) -> int:
+    """The status, zero or above. A negative one, or arguments that C cannot take, raise."""
+    try:
+        status: int = function(*args)
+    except (OverflowError, TypeError) as error:
+        raise _misfit(error) from error
     if status < 0:
         fail(status)
     return status
+
+
+def new(ctype: str, fields: dict[str, Any]) -> Any:
+    """A C struct. Values that do not fit raise `ConfigError`."""
+    try:
+        return load()[0].new(ctype, fields)
+    except (OverflowError, TypeError) as error:
+        raise _misfit(error) from error
+
+
+def _misfit(error: Exception) -> ConfigError:
+    return ConfigError(f"an argument has the wrong type or does not fit: {error}")

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core import native
+from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError
-from kvcache.core.manager import PoolStats
+from kvcache.core.records import PoolStats
 
 __all__ = ["PagePool", "PoolStats"]
 
@@ -25,7 +25,7 @@ class PagePool:
     def __init__(self, capacity: int, *, seed: int = 0) -> None:
         self._ffi, self._lib = native.load()
         out = self._ffi.new("kvc_pool**")
-        native.check(self._lib.kvc_pool_new(capacity, seed & (2**64 - 1), out))
+        native.call(self._lib.kvc_pool_new, capacity, seed & (2**64 - 1), out)
         self._native = self._ffi.gc(out[0], self._lib.kvc_pool_free)
         self.capacity = capacity
 
@@ -38,15 +38,14 @@ class PagePool:
         """For each digest 1 where it is indexed. Changes nothing. O(n)."""
         rows = _rows(digests)
         out = np.zeros(len(rows), np.uint8)
-        native.check(
-            self._lib.kvc_pool_present(
-                self._native,
-                namespace,
-                self._ffi.cast("uint8_t*", rows.ctypes.data),
-                _stride(rows),
-                len(rows),
-                self._ffi.from_buffer("uint8_t[]", out),
-            )
+        native.call(
+            self._lib.kvc_pool_present,
+            self._native,
+            namespace,
+            self._ffi.cast("uint8_t*", rows.ctypes.data),
+            _stride(rows),
+            len(rows),
+            self._ffi.from_buffer("uint8_t[]", out),
         )
         return out
 
@@ -54,15 +53,14 @@ class PagePool:
         """The page of each digest with one more reference, which the caller releases; or -1."""
         rows = _rows(digests)
         out = np.full(len(rows), -1, np.int32)
-        native.check(
-            self._lib.kvc_pool_acquire(
-                self._native,
-                namespace,
-                self._ffi.cast("uint8_t*", rows.ctypes.data),
-                _stride(rows),
-                len(rows),
-                self._ffi.from_buffer("int32_t[]", out),
-            )
+        native.call(
+            self._lib.kvc_pool_acquire,
+            self._native,
+            namespace,
+            self._ffi.cast("uint8_t*", rows.ctypes.data),
+            _stride(rows),
+            len(rows),
+            self._ffi.from_buffer("int32_t[]", out),
         )
         return out
 
@@ -70,10 +68,12 @@ class PagePool:
         """Up to `count` pages without a key, one reference each; evicts cached pages, LRU first."""
         out = np.empty(max(count, 0), np.int32)
         taken = self._ffi.new("int64_t*")
-        native.check(
-            self._lib.kvc_pool_take(
-                self._native, count, self._ffi.from_buffer("int32_t[]", out), taken
-            )
+        native.call(
+            self._lib.kvc_pool_take,
+            self._native,
+            count,
+            self._ffi.from_buffer("int32_t[]", out),
+            taken,
         )
         return out[: taken[0]]
 
@@ -82,50 +82,53 @@ class PagePool:
     ) -> NDArray[np.uint8]:
         """Give each held page its key; 0 where the key is on another page: that page gets none."""
         rows = np.ascontiguousarray(_rows(digests))
-        first, published = self._ffi.from_buffer("uint8_t[]", rows), self._ffi.new("int32_t*")
-        publish, pool = self._lib.kvc_pool_publish, self._native
-        out = bytearray(len(rows))
-        for i, page in enumerate(pages.tolist()):
-            status = publish(pool, namespace, first + 32 * i, page, published)
-            if status:
-                native.check(status)
-            out[i] = published[0]
-        return np.frombuffer(out, np.uint8)
+        held = arrays.flat(pages, np.int32, "pages")
+        if len(rows) != len(held):
+            raise ConfigError(f"{len(rows)} keys for {len(held)} pages: one each")
+        out = np.zeros(len(rows), np.uint8)
+        native.call(
+            self._lib.kvc_pool_publish,
+            self._native,
+            namespace,
+            self._ffi.from_buffer("uint8_t[]", rows),
+            self._ffi.from_buffer("int32_t[]", held),
+            len(rows),
+            self._ffi.from_buffer("uint8_t[]", out),
+        )
+        return out
 
     def unpublish(self, page: int) -> None:
         """Drop the key of a page, if it has one: it will not be found again."""
-        native.check(self._lib.kvc_pool_unpublish(self._native, page))
+        native.call(self._lib.kvc_pool_unpublish, self._native, page)
 
     def release(self, pages: NDArray[np.int32]) -> None:
         """Drop one reference of each page, all or none; the first becomes the first LRU victim."""
-        rows = np.ascontiguousarray(pages, dtype=np.int32)
-        native.check(
-            self._lib.kvc_pool_release(
-                self._native, self._ffi.from_buffer("int32_t[]", rows), len(rows)
-            )
+        rows = arrays.flat(pages, np.int32, "pages")
+        native.call(
+            self._lib.kvc_pool_release,
+            self._native,
+            self._ffi.from_buffer("int32_t[]", rows),
+            len(rows),
         )
 
     def stats(self) -> PoolStats:
         """Pages by state. O(1)."""
         out: Any = self._ffi.new("kvc_pool_stats*")
-        native.check(self._lib.kvc_pool_get_stats(self._native, out))
+        native.call(self._lib.kvc_pool_get_stats, self._native, out)
         return PoolStats(
             out.capacity, out.created, out.free, out.cached, out.held, out.keyed, out.evictions
         )
 
     def check(self) -> None:
         """Raise `InvariantError` if lists, index and references disagree. O(pages)."""
-        native.check(self._lib.kvc_pool_check(self._native))
+        native.call(self._lib.kvc_pool_check, self._native)
 
 
 def _rows(digests: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    if digests.ndim != 2 or digests.shape[1] != 32 or digests.dtype != np.uint8:
-        raise ConfigError(
-            f"digests are {digests.dtype} of shape {digests.shape}: expected uint8 [n, 32]"
-        )
-    if len(digests) and (digests.strides[1] != 1 or digests.strides[0] < 32):
-        return np.ascontiguousarray(digests)
-    return digests
+    rows = arrays.keys(digests, "digests")
+    if len(rows) and (rows.strides[1] != 1 or rows.strides[0] < 32):
+        return np.ascontiguousarray(rows)
+    return rows
 
 
 def _stride(rows: NDArray[np.uint8]) -> int:

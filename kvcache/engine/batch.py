@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.core.layout import Geometry
-from kvcache.core.manager import StatePlan
+from kvcache.core.records import StatePlan
 from kvcache.core.specs import FullAttention
 from kvcache.engine.chunk import Chunk
 from kvcache.engine.ops import causal_bias

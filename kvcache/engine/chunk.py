@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.manager import StatePlan
+from kvcache.core.records import StatePlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvcache.connectors.base import PageRegion
 from kvcache.core.errors import InputError, MisuseError
 from kvcache.core.layout import Geometry
-from kvcache.core.manager import StatePlan
+from kvcache.core.records import StatePlan
 from kvcache.core.specs import FullAttention
 from kvcache.engine.batch import make_batch
 from kvcache.engine.chunk import Chunk

@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 from kvcache.connectors.driver import Offload
 from kvcache.core.errors import ConfigError
-from kvcache.core.manager import Grant, Hit, Manager
+from kvcache.core.manager import Manager
+from kvcache.core.records import Grant, Hit
 from kvcache.core.specs import FullAttention
 from kvcache.engine.request import Request, Status
 

@@ -33,7 +33,8 @@ from kvcache.connectors.driver import MAX_FAILED_LOADS, Offload
 from kvcache.connectors.testing import Faults, FaultyWorker, Gate, with_faults
 from kvcache.core.errors import ConfigError, InvariantError
 from kvcache.core.layout import Geometry
-from kvcache.core.manager import UNLIMITED, Grant, Hit, Manager
+from kvcache.core.manager import Manager
+from kvcache.core.records import UNLIMITED, Grant, Hit
 from kvcache.core.specs import FullAttention, RecurrentState
 from kvcache.retention import Dense, Sparse
 

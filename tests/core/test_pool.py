@@ -321,11 +321,12 @@ def test_the_library_refuses_negative_counts_and_short_strides(pool: PagePool) -
     ffi, lib = native.load()
     out, key = ffi.new("int32_t[4]"), ffi.new("uint8_t[64]")
     keyed_pages(pool, [1])
-    for status in (
-        lib.kvc_pool_release(pool._native, out, -1),
-        lib.kvc_pool_acquire(pool._native, 0, key, 31, 1, out),
-        lib.kvc_pool_present(pool._native, 0, key, 32, -1, key),
+    for function, *arguments in (
+        (lib.kvc_pool_release, out, -1),
+        (lib.kvc_pool_acquire, 0, key, 31, 1, out),
+        (lib.kvc_pool_present, 0, key, 32, -1, key),
+        (lib.kvc_pool_publish, 0, key, out, -1, key),
     ):
         with pytest.raises(ConfigError):
-            native.check(status)
+            native.call(function, pool._native, *arguments)
     pool.check()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcache.core.manager import StatePlan
+from kvcache.core.records import StatePlan
 from kvcache.core.specs import FullAttention
 from kvcache.engine.model import Model
 from kvcache.engine.runner import Chunk, TorchRunner

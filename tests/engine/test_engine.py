@@ -15,7 +15,7 @@ from engine.stamp_runner import VOCAB, StampRunner, expected_output, stamp_geome
 from kvcache import CapacityError, ConfigError, Dense, HandleError, InputError, Manager, Sparse
 from kvcache.connectors.cpu import CpuConnector, native_copy
 from kvcache.connectors.driver import Offload
-from kvcache.core.manager import KEYED_DTYPE
+from kvcache.core.records import KEYED_DTYPE
 from kvcache.core.retain import RetentionPolicy
 from kvcache.engine.chunk import Chunk
 from kvcache.engine.engine import Engine, EngineSettings

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from kvcache.core.errors import ConfigError, InputError, MisuseError
 from kvcache.core.layout import Geometry
-from kvcache.core.manager import StatePlan
+from kvcache.core.records import StatePlan
 from kvcache.core.specs import FullAttention, RecurrentState
 from kvcache.engine import tiny
 from kvcache.engine.batch import make_batch

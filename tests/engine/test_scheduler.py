@@ -9,7 +9,7 @@ import pytest
 from engine.stamp_runner import VOCAB, StampRunner, expected_output, stamp_geometry
 
 from kvcache import ConfigError, Dense, Manager, Sparse
-from kvcache.core.manager import Hit
+from kvcache.core.records import Hit
 from kvcache.core.retain import RetentionPolicy
 from kvcache.engine.chunk import Chunk
 from kvcache.engine.engine import Engine, EngineSettings

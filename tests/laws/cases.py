@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hypothesis import HealthCheck, settings, strategies as st
+from hypothesis import HealthCheck, Phase, settings, strategies as st
 
 from kvcache import FullAttention, Geometry, RecurrentState
 from kvcache.core.retain import RetentionPolicy
@@ -14,6 +14,8 @@ from kvcache.retention import Dense, Sparse
 
 SCALE = int(os.environ.get("KVCACHE_TEST_SCALE", "1"))
 """Multiplies example counts; above 1 the examples are random instead of always the same."""
+SHRINK = bool(os.environ.get("KVCACHE_TEST_SHRINK"))
+"""Look for the smallest failing example, which takes minutes. The same one is found without."""
 
 
 def law(examples: int, *, steps: int = 50) -> settings:
@@ -24,6 +26,8 @@ def law(examples: int, *, steps: int = 50) -> settings:
         derandomize=SCALE == 1,
         database=None,
         deadline=None,
+        phases=[Phase.explicit, Phase.generate, *([Phase.shrink] if SHRINK else [])],
+        report_multiple_bugs=SHRINK,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
 

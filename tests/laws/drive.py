@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Sequence
 
 from laws.cases import Turn
-from laws.engine import Engine, Request
+from laws.engine import Engine
 from laws.oracle import Prefix
+from laws.records import Request
 
 ONE_CHUNK = (10**6,)
 

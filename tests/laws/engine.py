@@ -1,112 +1,26 @@
 """A toy engine that drives the manager and remembers what each page's bytes would be.
 
-The content of a page is a stamp: for each token slot of an attention page the prefix that ends
-with that token, for a state page the prefix that the state summarises. Pages are stamped when a
-step's writes would land, at the latest moment that the contract allows (its `end_step`); a page is
-scribbled over at the earliest moment, when a grant or a load hands it out. So a key on a page whose
-bytes are not there, a page handed out while it is read, or a hit of another prefix shows up as a
-wrong stamp.
+Pages are stamped when a step's writes would land, at the latest moment that the contract allows
+(its `end_step`); a page is scribbled over at the earliest, when a grant or a load hands it out. So
+a key on a page whose bytes are not there, a page handed out while it is read, or a hit of another
+prefix shows up as a wrong stamp (see `content`).
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 import numpy as np
-from laws.oracle import Oracle, Prefix, Space, Walk
+from laws.content import Content, Keys
+from laws.oracle import Oracle, Prefix, Walk
+from laws.records import Load, Page, Request, Work
 
 from kvcache.core.errors import CapacityError
-from kvcache.core.hashing import NATIVE_NAMESPACE, Fingerprint, root_digest
 from kvcache.core.layout import Geometry
-from kvcache.core.manager import UNLIMITED, Grant, Hit, Manager, StatePlan
+from kvcache.core.manager import Manager
+from kvcache.core.records import UNLIMITED, Grant, Hit
 from kvcache.core.retain import RetentionPolicy
-
-Page = tuple[int, int]
-"""Group and page number."""
-GARBAGE = (("garbage", ""), ())
-
-
-@dataclass(eq=False)
-class Request:
-    """The engine's view of one request. Token counts as in `RequestInfo`."""
-
-    handle: int
-    space: Space
-    tokens: list[int]
-    prompt: int
-    max_tokens: int
-    key_limit: int
-    """No keys beyond this position (foreign requests bring keys for their prompt only)."""
-    marks: list[int]
-    """Declared boundaries, and junctions seen."""
-    computed: int = 0
-    committed: int = 0
-    granted: int = 0
-    hit: Hit | None = None
-    looked_at: int = 0
-    """Tokens known at the last lookup."""
-    present: list[set[Prefix]] = field(default_factory=list)
-    tables: dict[int, list[int]] = field(default_factory=dict)
-    plans: dict[int, StatePlan] = field(default_factory=dict)
-    state: str = "waiting"
-    load: int = 0
-    last_step: int = 0
-
-    def prefix(self, end: int) -> Prefix:
-        return self.space, tuple(self.tokens[:end])
-
-    def has_key(self, end: int) -> bool:
-        return 0 < end <= min(len(self.tokens), self.key_limit)
-
-    def planned(self) -> Iterator[Page]:
-        for group, plan in self.plans.items():
-            yield from ((group, int(page)) for page in plan.pages)
-
-    def pages(self) -> Iterator[Page]:
-        """What it needs now: its tables, and the states of its grant or the last one computed."""
-        for group, table in self.tables.items():
-            yield from ((group, page) for page in table)
-        for group, plan in self.plans.items():
-            if self.granted == self.committed:
-                yield from ((group, int(page)) for page in plan.pages[-1:])
-                continue
-            yield from ((group, int(page)) for page in (plan.source, *plan.pages) if page >= 0)
-
-
-@dataclass(eq=False)
-class Work:
-    """What one step computes for one request: reads [0, start), writes [start, end)."""
-
-    request: Request
-    start: int
-    end: int
-    tables: dict[int, list[int]]
-    plans: dict[int, StatePlan]
-    live: bool = True
-
-    def written(self, blocks: Sequence[int]) -> Iterator[Page]:
-        for group, table in self.tables.items():
-            block = blocks[group]
-            yield from ((group, p) for p in table[self.start // block : -(-self.end // block)])
-        for group, plan in self.plans.items():
-            yield from ((group, int(page)) for page in plan.pages)
-
-    def touched(self) -> Iterator[Page]:
-        for group, table in self.tables.items():
-            yield from ((group, page) for page in table)
-        for group, plan in self.plans.items():
-            yield from ((group, int(page)) for page in (plan.source, *plan.pages) if page >= 0)
-
-
-@dataclass(eq=False)
-class Load:
-    """A load in flight: `(group, page, prefix)` of each item."""
-
-    request: Request | None
-    items: list[tuple[int, int, Prefix]]
 
 
 class Engine:
@@ -126,6 +40,8 @@ class Engine:
             geometry, pages=self.pages, retention=policy, max_open_steps=max_open_steps
         )
         self.oracle = Oracle(geometry)
+        self.content = Content(self.oracle)
+        self.keys = Keys(geometry.hash_unit_tokens)
         self.groups = range(len(geometry.groups))
         self.attention = [g for g in self.groups if self.oracle.is_attention[g]]
         self.recurrent = [g for g in self.groups if not self.oracle.is_attention[g]]
@@ -134,43 +50,17 @@ class Engine:
         self.steps: deque[tuple[int, list[Work]]] = deque()
         self.loads: dict[int, Load] = {}
         self.ever: list[set[Prefix]] = [set() for _ in self.groups]
-        self.content: dict[Page, list[Prefix]] = {}
         self.pinned: list[Page] = []
-        self._digests: dict[Prefix, bytes] = {}
 
     @property
     def unlimited(self) -> bool:
         return all(n == UNLIMITED for n in self.pages)
 
-    # ---- keys, by hashlib
-
-    def root(self, space: Space) -> bytes:
-        unit = self.geometry.hash_unit_tokens
-        return root_digest(Fingerprint(), hash_unit_tokens=unit, salt=space[1])
-
-    def namespace(self, space: Space) -> bytes:
-        return self.root(space) if space[0] == "foreign" else NATIVE_NAMESPACE
-
-    def digest(self, prefix: Prefix) -> bytes:
-        """Key of a prefix, a whole number of hash units long."""
-        found = self._digests.get(prefix)
-        if found is None:
-            space, tokens = prefix
-            unit = self.geometry.hash_unit_tokens
-            if space[0] == "foreign":
-                found = hashlib.sha256(repr(tokens).encode()).digest()
-            else:
-                before = tokens[:-unit]
-                parent = self.digest((space, before)) if before else self.root(space)
-                block = np.array(tokens[-unit:], "<i4").tobytes()
-                domain = b"kvcache/block/1".ljust(64, b"\0")
-                found = hashlib.sha256(domain + parent + block).digest()
-            self._digests[prefix] = found
-        return found
+    # ---- keys
 
     def find(self, group: int, prefix: Prefix) -> int:
         """The page under which a lookup would find a prefix, or -1."""
-        digest, namespace = self.digest(prefix), self.namespace(prefix[0])
+        digest, namespace = self.keys.digest(prefix), self.keys.namespace(prefix[0])
         return self.manager.find_key(group, digest, namespace=namespace)
 
     def resident(self) -> list[set[Prefix]]:
@@ -231,7 +121,7 @@ class Engine:
         try:
             if foreign:
                 ends = range(unit, n + 1, unit)
-                keys = b"".join(self.digest((space, tuple(tokens[:e]))) for e in ends)
+                keys = b"".join(self.keys.digest((space, tuple(tokens[:e]))) for e in ends)
                 handle = self.manager.open_foreign(
                     np.frombuffer(keys, np.uint8).reshape(-1, 32),
                     prompt_tokens=n,
@@ -330,9 +220,9 @@ class Engine:
         assert counts == need, f"{need} pages counted, {counts} taken"
         for page in taken:
             assert page not in in_use, f"page {page} was handed out while in use"
-            self.scribble(page)
+            self.content.scribble(page)
         if waiting and not grant.load:
-            self.verify_reads(request, start, request.tables, request.plans)
+            self.content.verify_reads(request, start, request.tables, request.plans)
         return grant
 
     def _read_pages(self, request: Request, *, plan: bool = True) -> None:
@@ -379,7 +269,7 @@ class Engine:
         items = []
         for item in self.manager.load_items(grant.load):
             group, page, end = int(item["group"]), int(item["page"]), int(item["end"])
-            assert bytes(item["digest"]) == self.digest(request.prefix(end))
+            assert bytes(item["digest"]) == self.keys.digest(request.prefix(end))
             assert int(item["handle"]) == request.handle
             items.append((group, page, request.prefix(end)))
         assert {(g, p) for g, _, p in items} == expected
@@ -394,7 +284,7 @@ class Engine:
         entry = self.loads.pop(load)
         for (group, page, prefix), good in zip(entry.items, ok, strict=True):
             if good:
-                self.content[group, page] = self.stamps(group, prefix)
+                self.content.fill((group, page), prefix)
         self.manager.end_load(load, np.array(ok, np.uint8))
         request = entry.request
         for (group, _, prefix), good in zip(entry.items, ok, strict=True):
@@ -407,7 +297,7 @@ class Engine:
             request.computed = request.committed = request.granted
             request.state = "running"
             self._read_pages(request, plan=False)
-            self.verify_reads(request, request.computed, request.tables, {})
+            self.content.verify_reads(request, request.computed, request.tables, {})
         else:
             self._reset(request)
 
@@ -440,30 +330,16 @@ class Engine:
         writers: dict[Page, Work] = {}
         for work in works:
             if work.live:
-                self.verify_reads(work.request, work.start, work.tables, work.plans)
+                self.content.verify_reads(work.request, work.start, work.tables, work.plans)
             for page in work.written(self.oracle.blocks):
                 assert writers.setdefault(page, work) is work, f"{page} has two writers"
         for work in works:
-            self._write(work)
+            self.content.write(work)
         self.manager.end_step(step)
         for work in works:
             if work.live:
                 self._add_keys(work, self.ever)
                 work.request.computed = work.end
-
-    def _write(self, work: Work) -> None:
-        if not work.live:
-            for page in work.written(self.oracle.blocks):
-                self.scribble(page)
-            return
-        for group, table in work.tables.items():
-            block = self.oracle.blocks[group]
-            for at in range(work.start, work.end):
-                page = self.content.setdefault((group, table[at // block]), [GARBAGE] * block)
-                page[at % block] = work.request.prefix(at + 1)
-        for group, plan in work.plans.items():
-            for position, page in zip(plan.positions.tolist(), plan.pages.tolist(), strict=True):
-                self.content[group, page] = [work.request.prefix(position)]
 
     # ---- closing
 
@@ -503,37 +379,9 @@ class Engine:
         request.tables, request.plans = {}, {}
         request.state, request.hit = "waiting", None
 
-    # ---- content
-
-    def scribble(self, page: Page) -> None:
-        self.content[page] = [GARBAGE] * self.stamp_count(page[0])
-
-    def stamp_count(self, group: int) -> int:
-        return self.oracle.blocks[group] if group in self.attention else 1
-
-    def stamps(self, group: int, prefix: Prefix) -> list[Prefix]:
-        """What a page holds whose key is `prefix`."""
-        space, tokens = prefix
-        first = len(tokens) - self.stamp_count(group) + 1
-        return [(space, tokens[:end]) for end in range(first, len(tokens) + 1)]
-
-    def verify_reads(
-        self,
-        request: Request,
-        end: int,
-        tables: dict[int, list[int]],
-        plans: dict[int, StatePlan],
-    ) -> None:
-        """Law 3: what a step reads was written for exactly this prefix."""
-        for group, table in tables.items():
-            block = self.oracle.blocks[group]
-            for at in range(end):
-                stamp = self.content[group, table[at // block]][at % block]
-                assert stamp == request.prefix(at + 1), f"token {at} of group {group}: {stamp}"
-        for group, plan in plans.items():
-            if end:
-                stamp = self.content[group, plan.source][0]
-                assert stamp == request.prefix(end), f"state {end} of group {group}: {stamp}"
+    def clear(self) -> None:
+        self.manager.clear()
+        self.ever = [set() for _ in self.groups]
 
     # ---- invariants
 
@@ -562,7 +410,8 @@ class Engine:
             resident = {p: page for p in self.ever[g] if (page := self.find(g, p)) >= 0}
             assert len(set(resident.values())) == len(resident), "two keys on one page"
             for prefix, page in resident.items():
-                assert self.content[g, page] == self.stamps(g, prefix), f"wrong bytes: {page}"
+                expected = self.content.expected(g, prefix)
+                assert self.content.pages[g, page] == expected, f"wrong bytes on page {page}"
             for prefix in pending[g] - self.ever[g]:
                 assert self.find(g, prefix) < 0, "a key is visible before its bytes are written"
             unwritten = possible[g] - set(resident)

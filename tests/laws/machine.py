@@ -15,8 +15,9 @@ from hypothesis.stateful import (
     rule,
 )
 from laws import cases
-from laws.engine import Engine, Request
+from laws.engine import Engine
 from laws.oracle import Prefix
+from laws.records import Request
 
 from kvcache.core.errors import MisuseError
 
@@ -39,7 +40,7 @@ class ManagerMachine(RuleBasedStateMachine):
         interval=cases.intervals,
         spare=st.sampled_from([None, None, 0, 1, 2, 4, 8]),
         longest=st.sampled_from([24, LONGEST]),
-        max_open_steps=st.integers(1, 2),
+        max_open_steps=st.integers(1, 3),
         first=tails,
         output=outputs,
     )
@@ -159,6 +160,9 @@ class ManagerMachine(RuleBasedStateMachine):
         assert hit.lost["last_block"] == n - engine.oracle.limit(n)
         if engine.unlimited:
             assert hit.lost["evicted"] == 0
+        elif not any(engine.pending(orphans=True)):
+            once = engine.walk(request, engine.ever).hit
+            assert hit.hit_tokens + hit.lost["evicted"] >= once, f"{hit}, without eviction {once}"
 
     @precondition(lambda self: self.any_in("waiting"))
     @rule(pick=picks, use_tier=st.booleans())
@@ -192,12 +196,21 @@ class ManagerMachine(RuleBasedStateMachine):
     # ---- steps
 
     @precondition(lambda self: self.engine.requests)
-    @rule(pick=picks, grants=sizes, short=st.integers(0, 3), use_tier=st.booleans())
-    def schedule(self, pick: int, grants: list[int], short: int, use_tier: bool) -> None:
-        """A step for some requests in turn; it stays open, as long as another may be opened."""
-        if len(self.engine.steps) == self.engine.max_open_steps:
-            self.end_step(0)
-        self.engine.begin_step()
+    @rule(
+        pick=picks,
+        grants=sizes,
+        short=st.integers(0, 3),
+        use_tier=st.booleans(),
+        join=st.sampled_from([False, False, True]),
+    )
+    def schedule(
+        self, pick: int, grants: list[int], short: int, use_tier: bool, join: bool = False
+    ) -> None:
+        """A step for some requests in turn, which stays open; or more work for the newest one."""
+        if not (join and self.engine.steps):
+            if len(self.engine.steps) == self.engine.max_open_steps:
+                self.end_step(0)
+            self.engine.begin_step()
         self.fill_step(pick, grants, short, use_tier)
 
     @precondition(lambda self: self.engine.requests)
@@ -288,7 +301,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def store(self, pick: int, count: int, keep: bool) -> None:
         """Pages that have their key still are pinned and read; the pins end now or later."""
         engine = self.engine
-        self.items = np.concatenate([self.items, engine.manager.take_keyed()])
+        fresh = engine.manager.take_keyed()
+        self.items = np.concatenate([self.items, fresh]).astype(fresh.dtype)
         first = pick % max(len(self.items), 1)
         chosen = self.items[first : first + count]
         pages = [(int(i["group"]), int(i["page"])) for i in chosen]
@@ -297,7 +311,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert engine.manager.pin(chosen).tolist() == there
         for page, key, good in zip(pages, keys, there, strict=True):
             if good:
-                assert engine.content[page] == engine.stamps(page[0], key)
+                assert engine.content.pages[page] == engine.content.expected(page[0], key)
                 self.tier[page[0]].add(key)
                 engine.pinned.append(page)
         while engine.pinned and not keep:
@@ -310,7 +324,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return next(
             p
             for p in engine.ever[int(item["group"])]
-            if engine.digest(p) == bytes(item["digest"]) and engine.namespace(p[0]) == ns
+            if engine.keys.digest(p) == bytes(item["digest"]) and engine.keys.namespace(p[0]) == ns
         )
 
     @precondition(lambda self: self.engine.pinned)
@@ -326,8 +340,8 @@ class ManagerMachine(RuleBasedStateMachine):
     # ---- always
 
     @precondition(lambda self: len(self.engine.requests) > 3)
-    @rule()
-    def everyone_leaves(self) -> None:
+    @rule(forget=st.booleans())
+    def everyone_leaves(self, forget: bool) -> None:
         """Law 1: then nothing is held."""
         engine = self.engine
         for request in list(engine.requests):
@@ -339,6 +353,9 @@ class ManagerMachine(RuleBasedStateMachine):
         while engine.pinned:
             self.unpin(0)
         assert engine.held() == [0] * len(engine.groups)
+        if forget:
+            engine.clear()
+            self.items = self.items[:0]
 
     @invariant()
     def laws_hold(self) -> None:

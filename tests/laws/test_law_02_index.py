@@ -45,8 +45,7 @@ def test_law_02_clear_forgets_every_key_once_no_request_holds_pages(
     engine.verify()
     engine.finish(running)
     engine.lookup(waiting)
-    engine.manager.clear()
-    engine.ever = [set() for _ in engine.groups]
+    engine.clear()
     assert found_keys(engine, [*texts, running.tokens]) == engine.ever
     assert engine.lookup(waiting).hit_tokens == 0
     compute(engine, waiting)

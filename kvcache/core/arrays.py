@@ -1,0 +1,44 @@
+"""Arrays on their way into the library: shape and every value checked, nothing wraps silently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numpy.typing import NDArray
+
+from kvcache.core.errors import ConfigError
+
+
+def flat(values: npt.ArrayLike, dtype: npt.DTypeLike, what: str) -> NDArray[Any]:
+    """One-dimensional, contiguous, of `dtype`; no copy if it is that already.
+
+    Raises:
+        ConfigError: another number of dimensions, no whole numbers, or a value that does not fit.
+    """
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{what} cannot be made an array: {error}") from error
+    wanted = np.dtype(dtype)
+    if array.ndim != 1:
+        raise ConfigError(f"{what} has shape {array.shape}: expected one dimension")
+    if array.size == 0:
+        return np.empty(0, wanted)
+    if array.dtype == wanted:
+        return np.ascontiguousarray(array)
+    if wanted.kind not in "iu" or array.dtype.kind not in "iub":
+        raise ConfigError(f"{what} is of {array.dtype}: expected {wanted}")
+    limits, low, high = np.iinfo(wanted), int(array.min()), int(array.max())
+    if low < limits.min or high > limits.max:
+        raise ConfigError(f"{what} has values from {low} to {high}: they do not fit in {wanted}")
+    return array.astype(wanted)
+
+
+def keys(values: npt.ArrayLike, what: str) -> NDArray[np.uint8]:
+    """Digests `[n, 32]` of bytes; `ConfigError` for any other shape or type."""
+    array = np.asarray(values)
+    if array.ndim != 2 or array.shape[1] != 32 or array.dtype != np.uint8:
+        raise ConfigError(f"{what} is {array.dtype} of shape {array.shape}: expected uint8 [n, 32]")
+    return array

@@ -1,0 +1,209 @@
+"""Whatever a caller passes: a named error at once, no wrapped number, nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvcache.core import arrays
+from kvcache.core.copy import copy_pages
+from kvcache.core.errors import ConfigError, KVCacheError
+from kvcache.core.hashing import Fingerprint, root_digest
+from kvcache.core.layout import Geometry
+from kvcache.core.manager import Manager
+from kvcache.core.pool import PagePool
+from kvcache.core.retain import StatePlan, TurnShape
+from kvcache.core.specs import FullAttention, RecurrentState
+from kvcache.retention import Sparse
+
+ATTENTION = FullAttention(name="a", layers=1, kv_heads=1, head_dim=8, block_tokens=4)
+STATE = RecurrentState(name="s", layers=1, state_bytes_per_layer=64)
+HYBRID = Geometry((ATTENTION, STATE))
+
+
+@pytest.fixture
+def manager() -> Manager:
+    return Manager(HYBRID, pages=[32, 8], retention=Sparse(0))
+
+
+def running(m: Manager, tokens: int = 12) -> int:
+    handle = m.open(range(tokens), max_tokens=tokens + 4)
+    m.lookup(handle)
+    assert m.allocate(handle, tokens) is not None
+    step = m.begin_step()
+    m.commit(handle, tokens)
+    m.end_step(step)
+    return handle
+
+
+NUMBERS: dict[str, Callable[[Manager, int], Any]] = {
+    "open beyond 64 bits": lambda m, _: m.open([1], max_tokens=2**63),
+    "open beyond what is possible": lambda m, _: m.open([1], max_tokens=2**62),
+    "open with a fraction": lambda m, _: m.open([1], max_tokens=1.5),  # type: ignore[arg-type]
+    "boundary beyond the prompt": lambda m, _: m.open([1], boundaries=[2**63 - 1]),
+    "allocate the maximum": lambda m, h: m.allocate(h, 2**63 - 1),
+    "allocate beyond 64 bits": lambda m, h: m.allocate(h, 2**64),
+    "commit beyond 64 bits": lambda m, h: m.commit(h, 2**63),
+    "stops to the maximum": lambda m, h: m.stops(h, 0, 2**63 - 1),
+    "stops from below": lambda m, h: m.stops(h, -1, 4),
+    "table of a huge group": lambda m, h: m.block_table(h, 2**31),
+    "table of a group below": lambda m, h: m.block_table(h, -1),
+    "table from a block below": lambda m, h: m.block_table(h, 0, -1),
+    "plan of no state group": lambda m, h: m.state_plan(h, 0),
+    "handle beyond 64 bits": lambda m, _: m.info(2**70),
+    "handle of text": lambda m, _: m.info("1"),  # type: ignore[arg-type]
+    "unpin of a wrapped page": lambda m, _: m.unpin(0, np.array([2**32])),
+    "unpin of half a page": lambda m, _: m.unpin(0, np.array([0.5])),  # type: ignore[arg-type]
+    "unpin in two dimensions": lambda m, _: m.unpin(0, np.zeros((2, 0), np.int32)),
+    "pin of other records": lambda m, _: m.pin(np.zeros(3, np.int64)),  # type: ignore[arg-type]
+    "foreign keys of width 0": lambda m, _: m.open_foreign(
+        np.zeros((3, 0), np.uint8), prompt_tokens=12
+    ),
+    "foreign keys of numbers": lambda m, _: m.open_foreign(
+        np.zeros((3, 32), np.int64),  # type: ignore[arg-type]
+        prompt_tokens=12,
+    ),
+    "ragged tokens": lambda m, _: m.open([[1], [2, 3]]),  # type: ignore[list-item]
+    "salt that is no text": lambda m, _: m.open([1], salt=5),  # type: ignore[arg-type]
+    "salt that is no Unicode": lambda m, _: m.open([1], salt="\ud800"),
+}
+
+
+@pytest.mark.parametrize("case", NUMBERS)
+def test_arguments_that_cannot_be_are_refused_and_change_nothing(
+    manager: Manager, case: str
+) -> None:
+    handle = running(manager)
+    before = (manager.stats(), manager.pool_stats(0), manager.pool_stats(1), manager.info(handle))
+    with pytest.raises(KVCacheError):
+        NUMBERS[case](manager, handle)
+    after = (manager.stats(), manager.pool_stats(0), manager.pool_stats(1), manager.info(handle))
+    assert after == before
+    manager.check()
+
+
+def test_presence_maps_without_width_are_refused(manager: Manager) -> None:
+    handle = manager.open(range(9))
+    with pytest.raises(ConfigError, match="present has shape"):
+        manager.lookup(handle, [np.zeros((2, 0), np.uint8), np.zeros(2, np.uint8)])
+
+
+class Policy:
+    """A policy that answers what the test wants."""
+
+    def __init__(self) -> None:
+        self.answer: StatePlan | Exception = StatePlan(0, (), ())
+
+    def plan(self, shape: TurnShape) -> StatePlan:
+        del shape
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+BAD_PLANS = {
+    "fewer flags than positions": StatePlan(0, (4, 8), (True,)),
+    "position off the grid": StatePlan(0, (3,), (True,)),
+    "positions that descend": StatePlan(0, (8, 4), (True, True)),
+    "interval off the grid": StatePlan(6, (), ()),
+    "negative interval": StatePlan(-4, (), ()),
+    "interval beyond reason": StatePlan(2**62, (), ()),
+    "interval beyond 64 bits": StatePlan(2**64, (), ()),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PLANS)
+def test_a_policy_that_answers_nonsense_is_refused_at_open(case: str) -> None:
+    policy = Policy()
+    manager = Manager(HYBRID, pages=[32, 8], retention=policy)
+    policy.answer = BAD_PLANS[case]
+    with pytest.raises(ConfigError):
+        manager.open(range(12))
+    assert manager.stats().open_requests == 0
+    manager.check()
+
+
+def test_a_policy_is_asked_again_about_a_junction_that_it_failed_on() -> None:
+    policy = Policy()
+    manager = Manager(HYBRID, pages=[32, 8], retention=policy)
+    manager.finish(running(manager))
+    handle = manager.open([*range(8), 99, 98])  # attention has 8 tokens, no state is kept there
+    policy.answer = RuntimeError("not now")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="not now"):
+            manager.lookup(handle)
+    policy.answer = StatePlan(0, (8,), (True,))
+    assert manager.lookup(handle).junction == 8
+    assert manager.stops(handle, 0, 9) == [8]
+
+
+def test_digests_outlive_their_request_and_manager_and_cannot_be_written() -> None:
+    manager = Manager(HYBRID, pages=[32, 8], retention=Sparse(0))
+    handle = manager.open(range(12))
+    digests, groups = manager.digests(handle), manager.group_digests(handle)
+    before = digests.tobytes()
+    with pytest.raises(ValueError, match="read-only"):
+        digests[0] = 0
+    manager.abort(handle)
+    del manager
+    assert digests.tobytes() == before
+    assert groups[0].tobytes() == before
+
+
+def test_digests_grow_with_the_request(manager: Manager) -> None:
+    handle = manager.open(range(7), max_tokens=12)
+    assert len(manager.digests(handle)) == 1
+    first = manager.digests(handle)
+    manager.extend(handle, range(7, 12))
+    assert len(manager.digests(handle)) == 3
+    assert manager.digests(handle)[0].tobytes() == first[0].tobytes()
+
+
+@pytest.mark.parametrize(
+    "pages", [np.array([2**32]), np.array([-(2**32)]), np.array([0.0]), np.zeros((1, 0), np.int32)]
+)
+def test_page_lists_never_wrap(pages: NDArray[Any]) -> None:
+    pool = PagePool(4)
+    pool.take(1)
+    before = pool.stats()
+    with pytest.raises(ConfigError):
+        pool.release(pages)
+    with pytest.raises(ConfigError):
+        copy_pages([], pages, pages)
+    assert pool.stats() == before
+
+
+def test_publish_wants_one_key_for_each_page() -> None:
+    pool = PagePool(4)
+    pages = pool.take(2)
+    with pytest.raises(ConfigError, match="1 keys for 2 pages"):
+        pool.publish(0, np.zeros((1, 32), np.uint8), pages)
+    assert pool.stats().keyed == 0
+
+
+def test_a_grid_beyond_32_bits_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hit grid"):
+        Geometry((FullAttention(name="a", layers=1, kv_heads=1, head_dim=8, block_tokens=2**31),))
+    coprime = [
+        FullAttention(name=str(b), layers=1, kv_heads=1, head_dim=8, block_tokens=b)
+        for b in (65_537, 65_539)
+    ]
+    with pytest.raises(ConfigError, match="least common multiple"):
+        Geometry(tuple(coprime))
+
+
+def test_flat_copies_only_what_it_must() -> None:
+    array = np.arange(4, dtype=np.int32)
+    assert arrays.flat(array, np.int32, "x") is array
+    assert arrays.flat(array[::2], np.int32, "x").tolist() == [0, 2]
+    assert arrays.flat([True, False], np.uint8, "x").tolist() == [1, 0]
+    assert arrays.flat((), np.int64, "x").dtype == np.int64
+
+
+def test_a_root_of_unusable_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match="valid text"):
+        root_digest(Fingerprint(model="\udcff"), hash_unit_tokens=4)

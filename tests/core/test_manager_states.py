@@ -1,0 +1,156 @@
+"""Recurrent states: where they are taken and kept, and what is evicted first."""
+
+from __future__ import annotations
+
+from core.managing import S, compute, full, hit, hybrid, run, text
+
+from kvcache import Dense, Sparse
+
+# ---- states ----------------------------------------------------------------------------------------
+
+
+def test_stops_are_what_the_policy_keeps_and_the_last_grid_point() -> None:
+    m = hybrid(Sparse(8))
+    handle = m.open(text(23), boundaries=[13])
+    assert m.stops(handle, 0, 23) == [8, 12, 16, 20]
+    assert m.stops(handle, 8, 11) == []
+    assert m.stops(handle, 3, 7) == [4]
+    attention_only = full()
+    assert attention_only.stops(attention_only.open(text(9)), 0, 9) == []
+
+
+def test_a_plan_starts_from_the_zero_state_and_snapshots_at_each_stop() -> None:
+    m = hybrid()
+    handle = m.open(text(14), boundaries=[4])
+    m.lookup(handle)
+    m.allocate(handle, 14)
+    plan = m.state_plan(handle, S)
+    assert plan.source == -1
+    assert plan.positions.tolist() == [4, 12, 14]
+    assert len(set(plan.pages.tolist())) == 3
+
+
+def test_decoding_updates_the_working_state_in_place_until_the_grid() -> None:
+    m = hybrid()
+    handle = m.open(text(8), max_tokens=20)
+    compute(m, handle, 8)
+    pages = []
+    for position in range(9, 15):
+        m.extend(handle, [position])
+        compute(m, handle, position)
+        plan = m.state_plan(handle, S)
+        assert plan.positions.tolist() == [position]
+        pages.append((plan.source, int(plan.pages[0])))
+    first, second = pages[0][1], pages[4][1]
+    assert first != pages[0][0]  # the snapshot at 8 is not written again
+    assert pages[1:4] == [(first, first)] * 3  # 10, 11, 12 in place; 12 is frozen then
+    assert pages[4] == (first, second)
+    assert second != first
+    assert pages[5] == (second, second)
+
+
+def test_an_adopted_state_is_read_and_never_written() -> None:
+    m = hybrid()
+    run(m, text(9))
+    key = m.open(text(8))
+    state = m.find_key(S, bytes(m.digests(key)[1]))
+    handle = m.open(text(20))
+    m.lookup(handle)
+    m.allocate(handle, 12)
+    plan = m.state_plan(handle, S)
+    assert plan.source == state
+    assert state not in plan.pages
+
+
+def test_a_decoding_request_holds_two_state_pages() -> None:
+    m = hybrid(states=2)
+    handle = m.open(text(9), max_tokens=40)
+    for position in range(9, 40):
+        compute(m, handle, position)
+        m.extend(handle, [position])
+        assert m.pool_stats(S).held <= 2
+    m.finish(handle)
+    assert hit(m, text(41)) == 36
+
+
+def test_a_junction_of_a_lookup_is_kept_for_the_next_request() -> None:
+    m = hybrid()
+    shared = text(14)
+    run(m, [*shared, 100])
+    run(m, [*shared[:9], 200, 201, 202, 203, 204])  # attention goes on to 8: a state there, please
+    assert hit(m, [*shared[:9], 300]) == 8
+
+
+def test_a_declared_boundary_is_a_hit_on_the_second_sighting() -> None:
+    m = hybrid()
+    run(m, [*text(9), 100, 101, 102, 103, 104], boundaries=[9])
+    assert hit(m, [*text(9), 200, 201, 202]) == 8
+
+
+def test_dense_keeps_every_grid_point() -> None:
+    m = hybrid(Dense())
+    run(m, text(30))
+    assert [hit(m, [*text(n), 99]) for n in range(4, 30, 4)] == [4, 8, 12, 16, 20, 24, 28]
+
+
+# ---- eviction order --------------------------------------------------------------------------------
+
+
+def test_freed_blocks_are_reused_lru_first() -> None:
+    m = full(4)
+    run(m, text(8))
+    run(m, text(8, 50))
+    run(m, text(4, 90))  # evicts one block, of the first prompt
+    assert (hit(m, text(9)), hit(m, text(9, 50))) == (4, 8)
+
+
+def test_within_a_request_the_tail_is_evicted_before_the_head() -> None:
+    m = full(5)
+    run(m, text(16))
+    for evicted in (0, 1, 2, 3):
+        run(m, text(4, 100 + 4 * evicted))
+        assert hit(m, text(17)) == 16 - 4 * evicted
+
+
+def test_a_hit_makes_a_prefix_recently_used() -> None:
+    m = full(4)
+    run(m, text(8))
+    run(m, text(8, 50))
+    run(m, text(8))
+    run(m, text(4, 90))
+    assert (hit(m, text(9)), hit(m, text(9, 50))) == (8, 4)
+
+
+def test_pages_without_key_are_reused_before_any_key_is_evicted() -> None:
+    m = full(4)
+    run(m, text(8))
+    run(m, text(7, 50))  # its second page has no key
+    run(m, text(4, 90))
+    assert (hit(m, text(9)), hit(m, text(7, 50))) == (8, 4)
+
+
+def test_superseded_undeclared_states_are_the_first_victims() -> None:
+    m = hybrid(states=4)
+    run(m, text(9, 50))  # state 8, older in time
+    handle = m.open(text(9), max_tokens=16)
+    compute(m, handle, 9)  # replay boundary 8
+    m.extend(handle, text(7, 9))
+    compute(m, handle, 16)  # 16 supersedes 8
+    m.finish(handle)
+    run(m, text(5, 90))  # two states: a page that is new, and one victim
+    assert hit(m, text(9, 50)) == 8
+    assert hit(m, text(17)) == 16
+    assert hit(m, text(9)) == 0
+
+
+def test_a_declared_state_keeps_its_place_when_superseded() -> None:
+    m = hybrid(states=4)
+    run(m, text(9, 50))
+    handle = m.open(text(9), max_tokens=16, boundaries=[8])
+    compute(m, handle, 9)
+    m.extend(handle, text(7, 9))
+    compute(m, handle, 16)
+    m.finish(handle)
+    run(m, text(5, 90))
+    assert hit(m, text(9)) == 8
+    assert hit(m, text(9, 50)) == 0  # the oldest of equals goes first
