@@ -114,13 +114,18 @@ bool Manager::state_known(const Request& r, int64_t position) const {
            });
 }
 
-// Keys are chained, so a block that was evicted tells that its whole prefix was stored: the deepest one counts.
+// Keys are chained: a block that was evicted, or is still there behind a gap, tells that its whole prefix was stored. The
+// deepest one counts. Only asked where something was evicted.
 int64_t Manager::deepest_evicted(const Request& r, int32_t group, int64_t begin, int64_t limit) const {
     const Pool& pool = pools_[static_cast<size_t>(group)];
     const DigestRun run = run_of(r, group, limit);
     const int64_t block = groups_[static_cast<size_t>(group)].block_tokens;
+    auto stored = [&](const Digest& digest) {
+        const int32_t page = pool.find(digest, r.ns);
+        return (page != kNoPage && pool.page(page).key == Page::kVisible) || pool.was_evicted(digest, r.ns);
+    };
     int64_t i = run.count;
-    while (i * block > begin && !pool.was_evicted(run.at(i - 1), r.ns)) --i;
+    while (i * block > begin && !stored(run.at(i - 1))) --i;
     return i * block / grid_ * grid_;
 }
 

@@ -9,6 +9,7 @@ namespace kvc {
 namespace {
 constexpr size_t kFirstSlots = 64;
 constexpr int64_t kBatch = 16;  // lookups in flight: enough to hide a DRAM miss behind 15 others
+constexpr size_t kMinGhosts = size_t{1} << 14;
 constexpr size_t kMaxGhosts = size_t{1} << 22;
 }  // namespace
 
@@ -218,7 +219,7 @@ void Pool::release(int32_t id, List list) {
 void Pool::remember_evicted(const Page& page) {
     if (ghosts_.empty()) {
         const auto wanted = std::bit_ceil(static_cast<size_t>(capacity_) * 4);
-        ghosts_.assign(std::clamp<size_t>(wanted, 1024, kMaxGhosts), 0);
+        ghosts_.assign(std::clamp<size_t>(wanted, kMinGhosts, kMaxGhosts), 0);
     }
     const uint64_t hash = table_hash(page.digest, page.ns, seed_);
     ghosts_[(hash >> 32) & (ghosts_.size() - 1)] = hash | 1;

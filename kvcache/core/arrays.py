@@ -28,6 +28,8 @@ def flat(values: npt.ArrayLike, dtype: npt.DTypeLike, what: str) -> NDArray[Any]
         return np.empty(0, wanted)
     if array.dtype == wanted:
         return np.ascontiguousarray(array)
+    if wanted.names and array.dtype.names == wanted.names:
+        return array.astype(wanted)  # the same record, packed differently
     if wanted.kind not in "iu" or array.dtype.kind not in "iub":
         raise ConfigError(f"{what} is of {array.dtype}: expected {wanted}")
     limits, low, high = np.iinfo(wanted), int(array.min()), int(array.max())

@@ -207,3 +207,12 @@ def test_flat_copies_only_what_it_must() -> None:
 def test_a_root_of_unusable_text_is_refused() -> None:
     with pytest.raises(ConfigError, match="valid text"):
         root_digest(Fingerprint(model="\udcff"), hash_unit_tokens=4)
+
+
+def test_records_may_be_packed_differently(manager: Manager) -> None:
+    running(manager)
+    items = manager.take_keyed()
+    packed = np.concatenate([items, items[:0]])
+    assert packed.dtype != items.dtype
+    assert manager.pin(packed).all()
+    assert manager.stats().pinned == len(items)

@@ -148,13 +148,13 @@ MISUSE: dict[str, tuple[Callable[[Scene], object], type[KVCacheError]]] = {
     "key of no group": (lambda s: s.manager.find_key(-1, bytes(32)), ConfigError),
     "key of 31 bytes": (lambda s: s.manager.find_key(0, bytes(31)), ConfigError),
     # tiers
-    "end an unknown load": (lambda s: s.manager.end_load(99, np.ones(3)), HandleError),
+    "end an unknown load": (lambda s: s.manager.end_load(99, np.ones(3, np.uint8)), HandleError),
     "end a load with too few results": (
-        lambda s: s.manager.end_load(s.load, np.ones(2)),
+        lambda s: s.manager.end_load(s.load, np.ones(2, np.uint8)),
         ConfigError,
     ),
     "end a load with too many results": (
-        lambda s: s.manager.end_load(s.load, np.ones(4)),
+        lambda s: s.manager.end_load(s.load, np.ones(4, np.uint8)),
         ConfigError,
     ),
     "abandon an unknown load": (lambda s: s.manager.abandon_load(99), HandleError),
