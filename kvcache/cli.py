@@ -110,6 +110,15 @@ def _quiet_exit() -> None:
         os.close(nothing)
 
 
+def _said(end: SystemExit) -> int:
+    """The status of a help text or a usage error; a help text that did not arrive is a failure."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return _report(error)
+    return end.code if isinstance(end.code, int) else FAILED
+
+
 def _say(message: str) -> None:
     """One line on stderr."""
     sys.stderr.write(f"kvcache: {' '.join(message.split())}\n")
@@ -125,7 +134,7 @@ def _report(error: KVCacheError | OSError | ModuleNotFoundError) -> int:
         return FAILED
     if isinstance(error, OSError):
         _quiet_exit()
-        _say(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        _say(f"{error.filename or 'stdout'}: {error.strerror or error}")
         return BAD_INPUT
     extra = EXTRAS.get(error.name or "")
     if extra is None:
@@ -143,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     except SystemExit as end:  # argparse has said its line
-        return end.code if isinstance(end.code, int) else FAILED
+        return _said(end)
     except BrokenPipeError:  # who read our output has left (`| head`)
         _quiet_exit()
         return FAILED

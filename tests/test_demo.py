@@ -109,7 +109,8 @@ def test_the_table_has_a_column_for_each_mode(quick: dict[str, Any]) -> None:
         (["--files", "short.txt"], "the files end in session 1 of 3"),
         (["--files", "binary.txt"], "binary.txt is no UTF-8 text: invalid start byte at byte 2"),
         (["--output", "nowhere/demo.json"], "there is no folder"),
-        (["--output", "."], "cannot be written"),
+        (["--files", "/dev/zero"], "/dev/zero has more than 16 MiB"),
+        (["--output", "."], "is a folder"),
         (["--model", "huge"], "invalid choice: 'huge'"),
     ],
 )

@@ -62,6 +62,10 @@ class DemoSettings:
         return self.prompt_tokens + between + self.output_tokens
 
 
+MOST_TEXT_BYTES = 16 << 20
+"""A file that is played is read whole; a device would never end."""
+
+
 class Kit(NamedTuple):
     """A model with its tokenizer."""
 
@@ -100,9 +104,15 @@ def own_texts() -> list[Path]:
 
 
 def read_text(path: Path) -> str:
-    """`OSError` if it cannot be read, `InputError` if it is no UTF-8 text."""
+    """`OSError` if it cannot be read, `InputError` if it is too large or no UTF-8 text."""
+    with path.open("rb") as stream:
+        data = stream.read(MOST_TEXT_BYTES + 1)
+    if len(data) > MOST_TEXT_BYTES:
+        raise InputError(
+            f"{path} has more than {MOST_TEXT_BYTES >> 20} MiB: give smaller files to --files"
+        )
     try:
-        return path.read_text(encoding="utf-8")
+        return data.decode()
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path} is no UTF-8 text: {error.reason} at byte {error.start}"
