@@ -75,7 +75,11 @@ class _Job:
 
 def describe(error: BaseException) -> str:
     """`Kind: text`, as results carry it."""
-    return f"{type(error).__name__}: {error}"
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  (an exception that cannot say what it is must not end the thread)
+        text = "(no text)"
+    return f"{type(error).__name__}: {text}"
 
 
 class CopyThread:
@@ -144,7 +148,7 @@ class CopyThread:
 
     def wait(self, timeout_seconds: float) -> bool:
         """Until there is a result, or the time is over."""
-        end = time.monotonic() + timeout_seconds
+        end = time.monotonic() + min(timeout_seconds, threading.TIMEOUT_MAX)
         with self._changed:
             while True:
                 now = time.monotonic()

@@ -82,7 +82,7 @@ class Offload:
         connector: the tier. `close` closes it.
         regions: memory of the device pages, for each group; must outlive `close`.
 
-    Not thread-safe. No call but `drain` and `close` waits.
+    Not thread-safe. No call but `wait`, `drain` and `close` waits.
     """
 
     def __init__(
@@ -274,6 +274,10 @@ class Offload:
         if load.wanted:
             self._ended.append((load.handle, bool(ok.all())))
         load.wanted = False
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Block until `poll` has something to do, or the time is over. For idle engines."""
+        return self._worker.wait(timeout_seconds)
 
     def drain(self, timeout_seconds: float) -> bool:
         """Store what has a key and wait until nothing is in flight. False: the time was over.

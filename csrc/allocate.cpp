@@ -93,7 +93,10 @@ Manager::Adoption Manager::adopt(Request& r) const {
     if (r.hit_version != version()) r.hit = longest(r, kPresent).hit;
     r.hit_version = version();
     adoption.hit = r.hit;
-    gather(r, &adoption);
+    if (!gather(r, &adoption)) {
+        adoption.hit = 0;
+        gather(r, &adoption);
+    }
     return adoption;
 }
 
@@ -166,39 +169,59 @@ int32_t Manager::need(int64_t handle, int64_t n_tokens, int64_t* pages) {
 
 // ---- taking ---------------------------------------------------------------------------------------------------------
 
+// All memory that the call needs is set aside first, so that running out of it changes nothing.
 void Manager::start(Request& r, const Adoption& adoption) {
-    ++r.run;
-    r.tables.assign(groups_.size(), {});
-    r.keyed_blocks.assign(groups_.size(), 0);
+    std::vector<std::vector<int32_t>> tables(groups_.size());
+    std::vector<int64_t> keyed_blocks(groups_.size(), 0);
     Point state{.position = adoption.hit, .pages = {}, .frozen = true, .policy = true};
+    state.pages.reserve(states_.size());
+    r.points.reserve(r.points.size() + 1);
+    for (size_t g = 0; g < groups_.size(); ++g)
+        if (groups_[g].kind == KVC_FULL) tables[g].reserve(adoption.pages[g].size());
+    Load fresh;
+    fresh.items.reserve(static_cast<size_t>(adoption.loads));
+    Load* load = adoption.loads ? &(loads_[last_load_ + 1] = std::move(fresh)) : nullptr;
+
     for (size_t g = 0; g < groups_.size(); ++g)  // before anything is taken, so that nothing of the hit is evicted
         for (const int32_t page : adoption.pages[g])
             if (page != kNoPage) pools_[g].adopt(page);
     for (size_t g = 0; g < groups_.size(); ++g) {
-        auto& target = groups_[g].kind == KVC_RECURRENT ? state.pages : r.tables[g];
+        auto& target = groups_[g].kind == KVC_RECURRENT ? state.pages : tables[g];
         for (const int32_t page : adoption.pages[g]) target.push_back(page != kNoPage ? page : pools_[g].take());
-        if (groups_[g].kind == KVC_FULL) r.keyed_blocks[g] = static_cast<int64_t>(adoption.pages[g].size());
+        if (groups_[g].kind == KVC_FULL) keyed_blocks[g] = static_cast<int64_t>(adoption.pages[g].size());
     }
     if (!state.pages.empty()) r.points.push_back(std::move(state));
+    ++r.run;
+    r.tables = std::move(tables);
+    r.keyed_blocks = std::move(keyed_blocks);
     r.present.clear();
     r.looked_up = false;
     r.granted = adoption.hit;
     r.state = RequestState::kRunning;
-    if (adoption.loads) start_load(r, adoption);
+    if (load) start_load(r, adoption, load);
     else r.computed = r.committed = adoption.hit;
 }
 
 // Attention tables grow to `end`; the plan's points get their pages.
 void Manager::grant(Request& r, std::vector<Point> plan, int64_t end) {
+    std::vector<int32_t> source;
+    if (!r.working.pages.empty()) source = r.working.pages;
+    else if (!r.points.empty()) source = r.points.back().pages;
+    for (Point& point : plan) point.pages.reserve(states_.size());
+    for (const int32_t g : attention_) {
+        auto& table = r.tables[static_cast<size_t>(g)];
+        const int64_t block = groups_[static_cast<size_t>(g)].block_tokens;
+        const auto blocks = static_cast<size_t>((end + block - 1) / block);
+        if (blocks > table.capacity()) table.reserve(std::max(blocks, 2 * table.size()));
+    }
+
     for (const int32_t g : attention_) {
         auto& table = r.tables[static_cast<size_t>(g)];
         const int64_t block = groups_[static_cast<size_t>(g)].block_tokens;
         while (static_cast<int64_t>(table.size()) * block < end) table.push_back(pools_[static_cast<size_t>(g)].take());
     }
     const std::vector<Point> old = r.plan_open ? std::move(r.plan) : std::vector<Point>{};
-    r.plan_source.clear();
-    if (!r.working.pages.empty()) r.plan_source = r.working.pages;
-    else if (!r.points.empty()) r.plan_source = r.points.back().pages;
+    r.plan_source = std::move(source);
     for (size_t s = 0; s < states_.size(); ++s) {
         const auto g = static_cast<size_t>(states_[s]);
         size_t reused = 0;
@@ -231,6 +254,7 @@ int32_t Manager::allocate(int64_t handle, int64_t n_tokens, kvc_grant* out) {
     std::vector<int64_t> pages;
     count_new(*r, waiting ? &adoption : nullptr, plan.size(), end, &pages);
     if (!fits(waiting ? &adoption : nullptr, pages)) return KVC_NO_SPACE;
+    for (size_t g = 0; g < groups_.size(); ++g) pools_[g].reserve(pages[g], adoption.loads ? pages[g] : 0);
     if (waiting) start(*r, adoption);
     if (!adoption.loads) grant(*r, std::move(plan), end);
     *out = {waiting ? adoption.hit : 0, start_at, end, r->load, adoption.loads};

@@ -10,8 +10,8 @@ using L = long long;
 
 // The load holds a reference of its own on each page, so that it outlives its request. Keys are pending, so that a twin
 // can wait for the load instead of starting another.
-void Manager::start_load(Request& r, const Adoption& adoption) {
-    Load load{.handle = r.handle, .items = {}};
+void Manager::start_load(Request& r, const Adoption& adoption, Load* load) {
+    load->handle = r.handle;
     for (size_t g = 0; g < groups_.size(); ++g) {
         const bool state = groups_[g].kind == KVC_RECURRENT;
         const auto at = std::find(states_.begin(), states_.end(), static_cast<int32_t>(g)) - states_.begin();
@@ -27,12 +27,11 @@ void Manager::start_load(Request& r, const Adoption& adoption) {
             std::memcpy(item.digest, digest->bytes, 32);
             pools_[g].acquire(item.page);
             pools_[g].publish(item.page, *digest, r.ns, item.end, Page::kPending);
-            load.items.push_back(item);
+            load->items.push_back(item);
         }
     }
     r.load = ++last_load_;
     r.state = RequestState::kLoading;
-    loads_.emplace(r.load, std::move(load));
 }
 
 void Manager::detach_load(Request& r) {
@@ -118,7 +117,11 @@ void Manager::push_keyed(const Request& r, int32_t group, int32_t page) {
     item.group = group;
     item.page = page;
     std::memcpy(item.digest, keyed.digest.bytes, 32);
-    keyed_.push_back(item);
+    try {
+        keyed_.push_back(item);
+    } catch (const std::bad_alloc&) {  // a tier goes without; the step itself must end
+        ++keyed_dropped_;
+    }
 }
 
 int32_t Manager::take_keyed(kvc_keyed* items, int64_t cap, int64_t* n) {

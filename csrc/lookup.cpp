@@ -135,6 +135,7 @@ int32_t Manager::lookup(int64_t handle, const uint8_t* const* present, const int
     if (r->state != RequestState::kWaiting)
         return fail(KVC_E_STATE, "request %lld holds pages: look it up before its first allocate, or preempt it",
                     static_cast<long long>(handle));
+    r->looked_up = false;
     r->present.clear();
     if (present) {
         r->present.resize(groups_.size());

@@ -81,25 +81,42 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
         std::memcpy(r.root.bytes, args.root, 32);
     }
     r.n_prompt = args.n_tokens;
+    if (!args.ns) append_tokens(r, args.tokens, args.n_tokens);
     if (free_slots_.empty()) {
         free_slots_.reserve(slots_.size() + 1);
         slots_.emplace_back();
         free_slots_.push_back(slots_.size() - 1);
     }
     const size_t index = free_slots_.back();
+    free_slots_.pop_back();
     r.handle = slots_[index].generation << 32 | static_cast<int64_t>(index);
     slots_[index].request = std::move(request);
     *handle = r.handle;
-    if (!args.ns) {
-        const auto status = extend(r.handle, args.tokens, args.n_tokens);
-        if (status != KVC_OK) {
-            slots_[index].request.reset();
-            return status;
-        }
-    }
-    free_slots_.pop_back();
     ++open_requests_;
     return KVC_OK;
+}
+
+// Hashes what became full. Changes nothing if memory runs out.
+void Manager::append_tokens(Request& r, const int32_t* tokens, int64_t n) const {
+    const auto known = static_cast<int64_t>(r.digests.size());
+    const int64_t units = (r.n_tokens + n) / unit_;
+    if (r.tokens.size() + static_cast<size_t>(n) > r.tokens.capacity())
+        r.tokens.reserve(std::max(r.tokens.size() + static_cast<size_t>(n), 2 * r.tokens.size()));
+    if (static_cast<size_t>(units) > r.digests.capacity())
+        r.digests.reserve(std::max(static_cast<size_t>(units), 2 * r.digests.size()));
+    std::vector<Digest> links(static_cast<size_t>(units - known));
+    r.tokens.insert(r.tokens.end(), tokens, tokens + n);
+    if (units > known) {
+        try {
+            chain_.extend(known ? r.digests.back() : r.root, r.tokens.data() + known * unit_, units - known, unit_,
+                          links.data());
+        } catch (...) {
+            r.tokens.resize(static_cast<size_t>(r.n_tokens));
+            throw;
+        }
+    }
+    r.digests.insert(r.digests.end(), links.begin(), links.end());
+    r.n_tokens += n;
 }
 
 int32_t Manager::extend(int64_t handle, const int32_t* tokens, int64_t n) {
@@ -118,16 +135,8 @@ int32_t Manager::extend(int64_t handle, const int32_t* tokens, int64_t n) {
     }
     if (!tokens && n)
         return fail(KVC_E_ARGUMENT, "request %lld has native keys: extend it by tokens", static_cast<L>(handle));
-    r->tokens.insert(r->tokens.end(), tokens, tokens + n);
-    r->n_tokens += n;
-    const auto known = static_cast<int64_t>(r->digests.size());
-    const int64_t units = r->n_tokens / unit_;
-    if (units > known) {
-        const Digest parent = known ? r->digests.back() : r->root;
-        r->digests.resize(static_cast<size_t>(units));
-        chain_.extend(parent, r->tokens.data() + known * unit_, units - known, unit_, r->digests.data() + known);
-        if (r->state == RequestState::kRunning) key_blocks(*r);
-    }
+    append_tokens(*r, tokens, n);
+    if (r->state == RequestState::kRunning) key_blocks(*r);
     return KVC_OK;
 }
 

@@ -89,7 +89,7 @@ class Manager {
     bool fits(const Adoption* adoption, const std::vector<int64_t>& pages) const;
     int32_t check_allocate(const Request& r, int64_t n_tokens, int64_t start) const;
     void start(Request& r, const Adoption& adoption);
-    void start_load(Request& r, const Adoption& adoption);
+    void start_load(Request& r, const Adoption& adoption, Load* load);
     void grant(Request& r, std::vector<Point> plan, int64_t end);
     void add_stops(const Request& r, int64_t start, int64_t end, std::vector<Point>* points) const;
 
@@ -112,6 +112,7 @@ class Manager {
     Request* find(int64_t handle);
     const Request* peek(int64_t handle) const;
     int32_t unknown(int64_t handle) const;
+    void append_tokens(Request& r, const int32_t* tokens, int64_t n) const;
     int32_t check_group(int32_t group) const;
     const char* check_requests(std::vector<std::vector<int32_t>>* refs) const;
 

@@ -55,15 +55,15 @@ void Pool::present(const DigestRun& run, uint32_t ns, uint8_t* out) const {
 }
 
 void Pool::index_insert(uint32_t tag, int32_t id) {
-    if (static_cast<uint64_t>(keyed_ + 1) * 2 > slots_.size()) grow_index();
+    if (static_cast<uint64_t>(keyed_ + 1) * 2 > slots_.size()) grow_index(slots_.size() * 2);
     uint64_t i = tag & mask_;
     while (slots_[i].page != kNoPage) i = (i + 1) & mask_;
     slots_[i] = {tag, id};
     ++keyed_;
 }
 
-void Pool::grow_index() {
-    std::vector<Slot> old(slots_.size() * 2);
+void Pool::grow_index(size_t slots) {
+    std::vector<Slot> old(slots);
     old.swap(slots_);
     mask_ = slots_.size() - 1;
     for (const Slot& slot : old) {
@@ -163,11 +163,12 @@ int32_t Pool::take() {
         free_.pop_back();
     } else if (created() < capacity_) {
         id = static_cast<int32_t>(created());
+        reserve(1, 0);
         pages_.emplace_back();
-        free_.reserve(pages_.capacity());  // so that a release never has to allocate
     } else {
         id = lists_[kVictims].first != kNoPage ? lists_[kVictims].first : lists_[kLru].first;
         if (id == kNoPage) return kNoPage;
+        reserve(1, 0);
         remember_evicted(page(id));
         unlink(id);
         Page& victim = at(id);
@@ -178,6 +179,23 @@ int32_t Pool::take() {
     }
     at(id).refs = 1;
     return id;
+}
+
+void Pool::reserve(int64_t pages, int64_t keys) {
+    const int64_t fresh = std::clamp<int64_t>(pages - free_count(), 0, capacity_ - created());
+    const size_t wanted = pages_.size() + static_cast<size_t>(fresh);
+    if (wanted > pages_.capacity()) {
+        const size_t most = static_cast<size_t>(capacity_);
+        pages_.reserve(std::min(std::max(wanted, 2 * pages_.capacity()), most));
+    }
+    free_.reserve(pages_.capacity());  // so that a release never has to allocate
+    if (pages > free_count() + fresh && ghosts_.empty()) {
+        const auto places = std::bit_ceil(static_cast<size_t>(capacity_) * 4);
+        ghosts_.assign(std::clamp<size_t>(places, kMinGhosts, kMaxGhosts), 0);
+    }
+    size_t slots = slots_.size();
+    while (static_cast<size_t>(keyed_ + keys) * 2 > slots) slots *= 2;
+    if (slots > slots_.size()) grow_index(slots);
 }
 
 void Pool::acquire(int32_t id) {
@@ -217,10 +235,6 @@ void Pool::release(int32_t id, List list) {
 // ---- ghosts ---------------------------------------------------------------------------------------------------------
 
 void Pool::remember_evicted(const Page& page) {
-    if (ghosts_.empty()) {
-        const auto wanted = std::bit_ceil(static_cast<size_t>(capacity_) * 4);
-        ghosts_.assign(std::clamp<size_t>(wanted, kMinGhosts, kMaxGhosts), 0);
-    }
     const uint64_t hash = table_hash(page.digest, page.ns, seed_);
     ghosts_[(hash >> 32) & (ghosts_.size() - 1)] = hash | 1;
 }

@@ -84,6 +84,9 @@ class Pool {
     bool was_evicted(const Digest& digest, uint32_t ns) const;
     void forget_all();  // drops every key
 
+    // Room for n more pages to be taken and keys to be given: what follows cannot run out of memory half-way.
+    void reserve(int64_t pages, int64_t keys);
+
     // ---- references
     // A page without key and one reference, or kNoPage. Free pages first, then new ones, then the oldest cached page.
     int32_t take();
@@ -121,7 +124,7 @@ class Pool {
     void unlink(int32_t id);
     void index_insert(uint32_t tag, int32_t id);
     void index_erase(uint32_t tag, int32_t id);
-    void grow_index();
+    void grow_index(size_t slots);
     void remember_evicted(const Page& page);
 
     int64_t capacity_;

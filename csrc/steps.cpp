@@ -110,6 +110,16 @@ int32_t Manager::commit(int64_t handle, int64_t upto) {
                     "commit up to %lld of a grant to %lld: a state cannot stop in between, allocate fewer tokens",
                     static_cast<L>(upto), static_cast<L>(r->granted));
     Step& step = steps_.back();
+    std::vector<Point> points = states_.empty() ? std::vector<Point>{} : r->plan;
+    r->points.reserve(r->points.size() + points.size());
+    step.entries.reserve(step.entries.size() + 1);
+    for (const int32_t group : attention_) {
+        const int64_t block = groups_[static_cast<size_t>(group)].block_tokens;
+        pools_[static_cast<size_t>(group)].reserve(0, upto / block - r->committed / block);
+    }
+    for (const int32_t group : states_)
+        pools_[static_cast<size_t>(group)].reserve(0, static_cast<int64_t>(points.size()));
+
     for (const int32_t group : attention_) {
         const auto g = static_cast<size_t>(group);
         const int64_t block = groups_[g].block_tokens;
@@ -117,8 +127,7 @@ int32_t Manager::commit(int64_t handle, int64_t upto) {
             key_page(*r, group, r->tables[g][static_cast<size_t>(i)], (i + 1) * block, Page::kPending);
     }
     if (!states_.empty()) {
-        for (const Point& planned : r->plan) {
-            Point point = planned;
+        for (Point& point : points) {
             point.step = step.id;
             if (!point.frozen) {
                 r->working = std::move(point);
@@ -165,6 +174,11 @@ void Manager::drop_pages(Request& r) {
     if (r.state == RequestState::kWaiting) return;
     const bool loading =
         r.state == RequestState::kLoading;  // then nothing was computed, and keys are the load's affair
+    if (Step* step = open_step(r.last_step)) {
+        size_t pages = (r.points.size() + r.plan.size() + 1) * states_.size();
+        for (const auto& table : r.tables) pages += table.size();
+        step->releases.reserve(step->releases.size() + pages);  // the last thing that can fail
+    }
     if (r.load) detach_load(r);
     const size_t newest = newest_complete(r);
     for (size_t i = 0; i < r.points.size() && !loading; ++i) {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -149,6 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A stream that was closed before the start is None: what would be said there is dropped.
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 (lives as long as we do)
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a locale without the character
     try:
         return _run(arguments)
     except SystemExit as end:  # argparse has said its line

@@ -16,6 +16,7 @@ import pytest
 import kvcache.commands
 from kvcache import ConfigError, InvariantError, cli
 from kvcache.commands import output, preflight
+from kvcache.core import native
 
 HELPERS = {"output", "preflight"}
 
@@ -322,3 +323,36 @@ def test_an_output_that_cannot_be_written_is_named_before_any_work(
     assert done.returncode == 2
     assert message in done.stderr
     assert "--output" in done.stderr
+
+
+def test_a_locale_without_the_character_is_no_fault_of_the_program(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = cli_process("replay", str(tmp_path / "ü.jsonl"), env=environment)
+    assert done.returncode == 2
+    assert "\\xfc.jsonl" in done.stderr
+
+
+def test_json_is_ascii_whatever_it_says() -> None:
+    text = output.as_json({"name": "ü\udcff"})
+    assert text.isascii()
+    assert json.loads(text) == {"name": "ü\udcff"}
+
+
+def test_a_replaced_file_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_text("old")
+    path.chmod(0o600)
+    output.write_atomically(path, "new")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.read_text() == "new"
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe", b"int32_t ???;"])
+def test_a_damaged_header_is_one_line(tmp_path: Path, damage: bytes) -> None:
+    library = native.find(native.LIBRARY)
+    (tmp_path / native.LIBRARY).symlink_to(library)
+    (tmp_path / native.HEADER).write_bytes(damage)
+    environment = {**os.environ, "KVCACHE_NATIVE_DIR": str(tmp_path)}
+    done = cli_process("doctor", env=environment, stdout=subprocess.DEVNULL)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import sys
 import time
 from pathlib import Path
@@ -31,8 +32,8 @@ def _finite(value: object) -> object:
 
 
 def as_json(value: object) -> str:
-    """One JSON text, ending with a newline."""
-    return json.dumps(_finite(value), allow_nan=False, ensure_ascii=False, indent=2) + "\n"
+    """One JSON text in ASCII, ending with a newline: no locale and no file name can spoil it."""
+    return json.dumps(_finite(value), allow_nan=False, indent=2) + "\n"
 
 
 def emit_json(value: object) -> None:
@@ -53,7 +54,9 @@ def require_writable(path: str) -> None:
         raise ConfigError(f"--output {path!r} is a folder: give the path of a file")
     if not folder.is_dir():
         raise ConfigError(f"--output {path}: there is no folder {folder}")
-    if not os.access(target if target.exists() else folder, os.W_OK):
+    replaced = target.is_file() or not target.exists()  # written beside it, then renamed over it
+    places = [folder] if replaced else []
+    if not all(os.access(p, os.W_OK) for p in (*places, *([target] if target.exists() else []))):
         raise ConfigError(f"--output {path} cannot be written: give another file")
 
 
@@ -84,6 +87,8 @@ def _replace(target: Path, data: bytes) -> None:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
+            if target.exists():
+                os.fchmod(stream.fileno(), stat.S_IMODE(target.stat().st_mode))
         beside.replace(target)
     except BaseException:
         beside.unlink(missing_ok=True)

@@ -31,7 +31,7 @@ def flat(values: npt.ArrayLike, dtype: npt.DTypeLike, what: str) -> NDArray[Any]
     if wanted.names and array.dtype.names == wanted.names:
         return array.astype(wanted)  # the same record, packed differently
     if wanted.kind not in "iu" or array.dtype.kind not in "iub":
-        raise ConfigError(f"{what} is of {array.dtype}: expected {wanted}")
+        raise ConfigError(f"{what} is of {array.dtype}: expected whole numbers ({wanted})")
     limits, low, high = np.iinfo(wanted), int(array.min()), int(array.max())
     if low < limits.min or high > limits.max:
         raise ConfigError(f"{what} has values from {low} to {high}: they do not fit in {wanted}")

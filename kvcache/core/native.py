@@ -64,14 +64,16 @@ def declarations(header: str) -> str:
 @cache
 def load() -> tuple[Any, Any]:
     """`(ffi, lib)`, opened once. Raises `NativeError` where it is missing or of another version."""
-    ffi = cffi.FFI()
-    ffi.cdef(declarations(find(HEADER).read_text()))
-    path = find(LIBRARY)
+    ffi, header, path = cffi.FFI(), find(HEADER), find(LIBRARY)
+    try:
+        ffi.cdef(declarations(header.read_text()))
+    except (cffi.CDefError, cffi.FFIError, UnicodeDecodeError) as error:
+        raise NativeError(f"{header} is damaged: build the package again ({error})") from error
     try:
         lib = ffi.dlopen(str(path))
-    except OSError as error:
+        version = lib.kvc_abi_version()
+    except (OSError, AttributeError) as error:
         raise NativeError(f"{path} cannot be loaded: {error}") from error
-    version = lib.kvc_abi_version()
     if version != ABI_VERSION:
         raise NativeError(
             f"{path} has ABI version {version}, this package needs {ABI_VERSION}: build it again"

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connectors.driver import Offload
-from kvcache.core.errors import CapacityError, ConfigError, HandleError, InputError
+from kvcache.core import arrays
+from kvcache.core.errors import CapacityError, ConfigError, HandleError, InputError, MisuseError
 from kvcache.core.hashing import as_tokens
 from kvcache.core.manager import Manager
 from kvcache.core.specs import FullAttention
@@ -36,6 +37,9 @@ from kvcache.engine.scheduler import Counters, Scheduler, Work
 
 if TYPE_CHECKING:  # its module loads torch, which other runners do without
     from kvcache.engine.runner import Runner
+
+
+MAX_WAIT_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +63,11 @@ class EngineSettings:
         if self.max_waiting < 1:
             raise ConfigError(f"max_waiting is {self.max_waiting}: it must be above 0")
         for name in ("idle_wait_seconds", "stall_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}: it must be above 0")
+            if not 0 < getattr(self, name) <= MAX_WAIT_SECONDS:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}: it must be above 0 and at most"
+                    f" {MAX_WAIT_SECONDS}"
+                )
 
 
 class Engine:
@@ -129,15 +136,16 @@ class Engine:
                 " max_waiting"
             )
         total = len(tokens) + max_new_tokens
-        handle = self._manager.open(tokens, max_tokens=total, salt=salt, boundaries=boundaries)
+        stops = frozenset(int(i) for i in arrays.flat(stop_ids, np.int64, "stop_ids"))
         buffer = np.empty(total, np.int32)
         buffer[: len(tokens)] = tokens
+        handle = self._manager.open(tokens, max_tokens=total, salt=salt, boundaries=boundaries)
         request = Request(
             id=handle,
             tokens=buffer,
             prompt_tokens=len(tokens),
             known=len(tokens),
-            stop_ids=frozenset(stop_ids),
+            stop_ids=stops,
             arrival=time.perf_counter(),
             order=self._arrivals,
         )
@@ -256,14 +264,25 @@ class Engine:
                 results[event.request] = Result(outputs.pop(event.request, []), *event[1:])
         return results
 
-    def _compute(self) -> tuple[list[Work], Sequence[int] | NDArray[np.int32]]:
+    def _checked(self, sampled: object, count: int) -> NDArray[np.int32]:
+        """What a runner gave, if it is one token of the vocabulary for each chunk."""
+        tokens = arrays.flat(sampled, np.int32, "the runner's tokens")  # type: ignore[arg-type]
+        if len(tokens) != count or not ((tokens >= 0) & (tokens < self._runner.vocab_size)).all():
+            raise MisuseError(
+                f"the runner gave {len(tokens)} tokens {tokens[:4]}... for {count} chunks of a"
+                f" vocabulary of {self._runner.vocab_size}: one token for each chunk"
+            )
+        return tokens
+
+    def _compute(self) -> tuple[list[Work], NDArray[np.int32]]:
         step = self._manager.begin_step()
         try:
             batch = self.scheduler.schedule()
             if not batch:
-                return [], []
+                return [], np.empty(0, np.int32)
             self.counters.steps += 1
-            return batch, self._runner.run([self._chunk(work) for work in batch])
+            sampled = self._runner.run([self._chunk(work) for work in batch])
+            return batch, self._checked(sampled, len(batch))
         except BaseException:
             for request in list(self.scheduler.running):
                 if request.granted > request.computed:  # it takes part in this step
@@ -317,7 +336,7 @@ class Engine:
 
     def _idle(self) -> None:
         """Nothing could be computed: wait for transfers, or give up a request that never can."""
-        now, first = time.perf_counter(), self._idle_since is None
+        now = time.perf_counter()
         if self._idle_since is None:
             self._idle_since = now
         elif self._offload is None or now - self._idle_since > self.settings.stall_seconds:
@@ -325,6 +344,5 @@ class Engine:
             self._idle_since = None
             self._close(min(self._requests.values(), key=lambda r: r.order), Reason.STALLED)
             return
-        wait = self.settings.idle_wait_seconds
-        if self._offload is not None and self._offload.drain(wait) and not first:
-            time.sleep(wait)  # nothing is in flight: the tier itself has to find something out
+        if self._offload is not None:
+            self._offload.wait(self.settings.idle_wait_seconds)

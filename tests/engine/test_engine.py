@@ -12,7 +12,16 @@ import pytest
 import torch
 from engine.stamp_runner import VOCAB, StampRunner, expected_output, stamp_geometry
 
-from kvcache import CapacityError, ConfigError, Dense, HandleError, InputError, Manager, Sparse
+from kvcache import (
+    CapacityError,
+    ConfigError,
+    Dense,
+    HandleError,
+    InputError,
+    KVCacheError,
+    Manager,
+    Sparse,
+)
 from kvcache.connectors.cpu import CpuConnector, native_copy
 from kvcache.connectors.driver import Offload
 from kvcache.core.records import KEYED_DTYPE
@@ -776,3 +785,54 @@ def test_smollm2_says_the_same_after_a_restore(smollm2_path: Path) -> None:
     assert result.usage.host_tokens >= 80
     assert [*first, *result.tokens] == reference[0]
     offload.close()
+
+
+BAD_RUNS: dict[str, Callable[[Any], Any]] = {
+    "too few": lambda out: out[:-1],
+    "none at all": lambda _: None,
+    "no numbers": lambda out: np.full(len(out), np.nan),
+    "beyond 32 bits": lambda out: np.full(len(out), 2**40),
+    "outside the vocabulary": lambda out: np.full(len(out), VOCAB),
+}
+
+
+class Lying(StampRunner):
+    """Computes rightly and tells something else, once."""
+
+    lie: Callable[[Any], Any] | None = None
+
+    def run(self, chunks: Sequence[Chunk]) -> Any:
+        sampled, lie = super().run(chunks), self.lie
+        self.lie = None
+        return sampled if lie is None else lie(sampled)
+
+
+@pytest.mark.parametrize("case", BAD_RUNS)
+def test_a_runner_that_answers_nonsense_ends_its_batch_and_not_the_engine(case: str) -> None:
+    with rig([20], runner_type=Lying, token_budget=40) as r:
+        prompts = [tokens(30, 1), tokens(30, 2)]
+        ids = [r.engine.add_request(p, max_new_tokens=3) for p in prompts]
+        assert isinstance(r.runner, Lying)
+        r.runner.lie = BAD_RUNS[case]
+        with pytest.raises(KVCacheError):
+            r.engine.step()
+        results = r.engine.run()
+        assert any(results[i].reason is Reason.ERROR for i in ids)
+        again = r.engine.add_request(prompts[0], max_new_tokens=3)
+        assert r.engine.run()[again].tokens == expected_output(prompts[0], 3)
+        assert r.held == 0
+
+
+@pytest.mark.parametrize("stops", [5, None, [[1]], [0.5]])
+def test_bad_stop_ids_leave_no_request_behind(stops: Any) -> None:
+    with rig([20]) as r:
+        with pytest.raises(ConfigError, match="stop_ids"):
+            r.engine.add_request(tokens(9, 1), max_new_tokens=1, stop_ids=stops)
+        assert r.manager.stats().open_requests == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan"), 1e10])
+def test_waits_without_a_bound_are_refused(seconds: float) -> None:
+    for name in ("idle_wait_seconds", "stall_seconds"):
+        with pytest.raises(ConfigError, match=name):
+            EngineSettings(**{name: seconds})
