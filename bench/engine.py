@@ -38,6 +38,9 @@ DECODE_REQUESTS = 16
 DECODE_CONTEXTS = (224, 289)
 """Decoding requests have contexts from this range: 256 on average, so that there is padding."""
 DECODE_STEPS_PER_REPEAT = 4
+MOST_THREADS = 256
+"""Far beyond this, thread pools fail in ways that cannot be caught."""
+MOST_REPEATS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,9 @@ class EngineBench:
         for name in ("threads", "tokens", "budget_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be above 0")
+        for name, most in (("threads", MOST_THREADS), ("repeats", MOST_REPEATS)):
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name} is {getattr(self, name)}: at most {most} make sense")
 
 
 class Paged:
