@@ -6,6 +6,10 @@
 
 namespace kvc {
 
+namespace {
+constexpr int64_t kMostStops = int64_t{1} << 24;
+}
+
 // ---- where states are snapshotted -----------------------------------------------------------------------------------
 
 // Frozen points in (start, end], ascending: the policy's, and the last grid point of the range.
@@ -39,11 +43,22 @@ int32_t Manager::stops(int64_t handle, int64_t start, int64_t end, int64_t* posi
     if (start < 0 || end < start || end > r->max_tokens)
         return fail(KVC_E_ARGUMENT, "range (%lld, %lld] does not ascend between 0 and max_tokens (%lld)",
                     static_cast<long long>(start), static_cast<long long>(end), static_cast<long long>(r->max_tokens));
+    if (r->interval && (end - start) / r->interval > kMostStops)
+        return fail(KVC_E_ARGUMENT, "more than %lld stops in (%lld, %lld]: ask for a shorter range",
+                    static_cast<long long>(kMostStops), static_cast<long long>(start), static_cast<long long>(end));
     std::vector<Point> points;
     add_stops(*r, start, end, &points);
     *n = static_cast<int64_t>(points.size());
     for (int64_t i = 0; i < std::min(*n, cap); ++i) positions[i] = points[static_cast<size_t>(i)].position;
     return KVC_OK;
+}
+
+// Told without making the plan, whose length is bounded by nothing else.
+bool Manager::more_stops_than_pages(const Request& r, int64_t start, int64_t end) const {
+    const int64_t stops = r.interval ? end / r.interval - start / r.interval : 0;
+    return std::any_of(states_.begin(), states_.end(), [&](int32_t group) {
+        return stops > std::min(pools_[static_cast<size_t>(group)].capacity(), kMostStops);
+    });
 }
 
 // Points without pages: the stops, and the working state at the end unless that is a stop.
@@ -162,6 +177,9 @@ int32_t Manager::need(int64_t handle, int64_t n_tokens, int64_t* pages) {
     const int64_t start = waiting ? adoption.hit : r->committed;
     if (const auto status = check_allocate(*r, n_tokens, start)) return status;
     const int64_t end = start + (adoption.loads ? 0 : n_tokens);
+    if (r->interval && (end - start) / r->interval > kMostStops)
+        return fail(KVC_E_CAPACITY, "%lld tokens pass more than %lld states: ask for fewer",
+                    static_cast<long long>(n_tokens), static_cast<long long>(kMostStops));
     count_new(*r, waiting ? &adoption : nullptr, make_plan(*r, start, end).size(), end, &counts);
     std::copy(counts.begin(), counts.end(), pages);
     return KVC_OK;
@@ -250,6 +268,7 @@ int32_t Manager::allocate(int64_t handle, int64_t n_tokens, kvc_grant* out) {
     const int64_t start_at = waiting ? adoption.hit : r->committed;
     if (const auto status = check_allocate(*r, n_tokens, start_at)) return status;
     const int64_t end = start_at + (adoption.loads ? 0 : n_tokens);
+    if (more_stops_than_pages(*r, start_at, end)) return KVC_NO_SPACE;
     std::vector<Point> plan = make_plan(*r, start_at, end);
     std::vector<int64_t> pages;
     count_new(*r, waiting ? &adoption : nullptr, plan.size(), end, &pages);

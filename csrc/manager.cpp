@@ -76,7 +76,7 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
     if (args.ns) {
         r.n_tokens = args.n_tokens;
         r.digests.resize(static_cast<size_t>(args.n_digests));
-        std::memcpy(r.digests.data(), args.digests, r.digests.size() * 32);
+        if (args.n_digests) std::memcpy(r.digests.data(), args.digests, r.digests.size() * 32);
     } else {
         std::memcpy(r.root.bytes, args.root, 32);
     }

@@ -83,6 +83,7 @@ class Manager {
     };
     bool gather(const Request& r, Adoption* adoption) const;
     Adoption adopt(Request& r) const;
+    bool more_stops_than_pages(const Request& r, int64_t start, int64_t end) const;
     std::vector<Point> make_plan(const Request& r, int64_t start, int64_t end) const;
     void count_new(const Request& r, const Adoption* adoption, size_t plan_points, int64_t end,
                    std::vector<int64_t>* pages) const;

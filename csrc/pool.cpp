@@ -9,6 +9,7 @@ namespace kvc {
 namespace {
 constexpr size_t kFirstSlots = 64;
 constexpr int64_t kBatch = 16;  // lookups in flight: enough to hide a DRAM miss behind 15 others
+constexpr size_t kGhostWays = 4;
 constexpr size_t kMinGhosts = size_t{1} << 14;
 constexpr size_t kMaxGhosts = size_t{1} << 22;
 }  // namespace
@@ -234,15 +235,24 @@ void Pool::release(int32_t id, List list) {
 
 // ---- ghosts ---------------------------------------------------------------------------------------------------------
 
+uint64_t* Pool::ghost_bucket(uint64_t hash) {
+    return ghosts_.data() + ((hash >> 32) & (ghosts_.size() / kGhostWays - 1)) * kGhostWays;
+}
+
+const uint64_t* Pool::ghost_bucket(uint64_t hash) const { return const_cast<Pool*>(this)->ghost_bucket(hash); }
+
 void Pool::remember_evicted(const Page& page) {
     const uint64_t hash = table_hash(page.digest, page.ns, seed_);
-    ghosts_[(hash >> 32) & (ghosts_.size() - 1)] = hash | 1;
+    uint64_t* bucket = ghost_bucket(hash);
+    std::copy_backward(bucket, bucket + kGhostWays - 1, bucket + kGhostWays);  // the oldest of the bucket falls out
+    bucket[0] = hash | 1;
 }
 
 bool Pool::was_evicted(const Digest& digest, uint32_t ns) const {
     if (ghosts_.empty()) return false;
     const uint64_t hash = table_hash(digest, ns, seed_);
-    return ghosts_[(hash >> 32) & (ghosts_.size() - 1)] == (hash | 1);
+    const uint64_t* bucket = ghost_bucket(hash);
+    return std::find(bucket, bucket + kGhostWays, hash | 1) != bucket + kGhostWays;
 }
 
 // ---- invariants -----------------------------------------------------------------------------------------------------

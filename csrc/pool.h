@@ -126,6 +126,8 @@ class Pool {
     void index_erase(uint32_t tag, int32_t id);
     void grow_index(size_t slots);
     void remember_evicted(const Page& page);
+    uint64_t* ghost_bucket(uint64_t hash);
+    const uint64_t* ghost_bucket(uint64_t hash) const;
 
     int64_t capacity_;
     uint64_t seed_;
@@ -138,7 +140,7 @@ class Pool {
     int64_t pending_ = 0;
     int64_t evictions_ = 0;
     uint64_t version_ = 1;
-    std::vector<uint64_t> ghosts_;  // hashes of evicted keys, direct-mapped: newer ones overwrite
+    std::vector<uint64_t> ghosts_;  // hashes of evicted keys, in small buckets: newer ones push older ones out
 };
 
 }  // namespace kvc

@@ -192,7 +192,7 @@ int32_t kvc_hash_chain(int32_t path, const uint8_t* parent, const int32_t* token
         std::memcpy(first.bytes, parent, 32);
         std::vector<kvc::Digest> out(static_cast<size_t>(n_blocks));
         kvc::BlockChain(compress).extend(first, tokens, n_blocks, block_tokens, out.data());
-        std::memcpy(digests, out.data(), out.size() * 32);
+        if (n_blocks) std::memcpy(digests, out.data(), out.size() * 32);
         return KVC_OK;
     });
 }

@@ -192,7 +192,8 @@ class Manager:
         max_tokens: int | None,
         boundaries: Sequence[int],
     ) -> int:
-        shape = TurnShape(prompt_tokens, self.geometry.grid_tokens, tuple(boundaries))
+        marks = tuple(int(b) for b in arrays.flat(boundaries, np.int64, "boundaries"))
+        shape = TurnShape(prompt_tokens, self.geometry.grid_tokens, marks)
         if any(b < 0 or b > prompt_tokens for b in shape.boundaries):
             raise ConfigError(
                 f"boundaries {list(boundaries)} are not all inside the prompt of {prompt_tokens}"

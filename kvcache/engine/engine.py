@@ -158,6 +158,7 @@ class Engine:
         self, prompt: Sequence[int] | NDArray[np.integer], max_new_tokens: int
     ) -> NDArray[np.int32]:
         tokens = as_tokens(prompt)
+        arrays.flat([max_new_tokens], np.int64, "max_new_tokens")
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}: it must be above 0")
         if len(tokens) == 0:

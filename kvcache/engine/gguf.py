@@ -34,8 +34,11 @@ class GGUF:
                 if stream.seek(0, 2) == 0:
                     raise InputError(f"{self.path}: the file is empty, not a GGUF model")
                 self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise ConfigError(f"{self.path}: {error.strerror}: give a GGUF model file") from error
+        except InputError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+            reason = getattr(error, "strerror", error)
+            raise ConfigError(f"{self.path}: {reason}: give a GGUF model file") from error
         try:
             self.metadata, self.tensors = parse(str(self.path), self._map)
         except BaseException:

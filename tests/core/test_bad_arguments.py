@@ -18,7 +18,7 @@ from kvcache.core.manager import Manager
 from kvcache.core.pool import PagePool
 from kvcache.core.retain import StatePlan, TurnShape
 from kvcache.core.specs import FullAttention, RecurrentState
-from kvcache.retention import Sparse
+from kvcache.retention import Dense, Sparse
 
 ATTENTION = FullAttention(name="a", layers=1, kv_heads=1, head_dim=8, block_tokens=4)
 STATE = RecurrentState(name="s", layers=1, state_bytes_per_layer=64)
@@ -44,6 +44,8 @@ NUMBERS: dict[str, Callable[[Manager, int], Any]] = {
     "open beyond 64 bits": lambda m, _: m.open([1], max_tokens=2**63),
     "open beyond what is possible": lambda m, _: m.open([1], max_tokens=2**62),
     "open with a fraction": lambda m, _: m.open([1], max_tokens=1.5),  # type: ignore[arg-type]
+    "boundary that is no number": lambda m, _: m.open([1], boundaries=[float("nan")]),
+    "boundary of half a token": lambda m, _: m.open([1, 2], boundaries=[1.5]),  # type: ignore[list-item]
     "boundary beyond the prompt": lambda m, _: m.open([1], boundaries=[2**63 - 1]),
     "allocate the maximum": lambda m, h: m.allocate(h, 2**63 - 1),
     "allocate beyond 64 bits": lambda m, h: m.allocate(h, 2**64),
@@ -216,3 +218,15 @@ def test_records_may_be_packed_differently(manager: Manager) -> None:
     assert packed.dtype != items.dtype
     assert manager.pin(packed).all()
     assert manager.stats().pinned == len(items)
+
+
+def test_a_grant_past_more_states_than_there_are_pages_is_refused_at_once() -> None:
+    geometry = Geometry((STATE,), state_grid_tokens=16)
+    manager = Manager(geometry, pages=[100], retention=Dense())
+    handle = manager.open([1], max_tokens=2**40)
+    assert manager.allocate(handle, 2**32) is None
+    with pytest.raises(KVCacheError):
+        manager.need(handle, 2**32)
+    with pytest.raises(ConfigError, match="shorter range"):
+        manager.stops(handle, 0, 2**40)
+    assert manager.allocate(handle, 16) is not None
