@@ -29,16 +29,15 @@ class GGUF:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        if "\0" in str(path):
+            raise ConfigError(f"{str(path)!r} cannot be the name of a file")
         try:
             with self.path.open("rb") as stream:
                 if stream.seek(0, 2) == 0:
                     raise InputError(f"{self.path}: the file is empty, not a GGUF model")
                 self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        except InputError:
-            raise
-        except (OSError, ValueError) as error:  # ValueError: a name with a NUL
-            reason = getattr(error, "strerror", error)
-            raise ConfigError(f"{self.path}: {reason}: give a GGUF model file") from error
+        except OSError as error:
+            raise ConfigError(f"{self.path}: {error.strerror}: give a GGUF model file") from error
         try:
             self.metadata, self.tensors = parse(str(self.path), self._map)
         except BaseException:

@@ -279,3 +279,8 @@ def test_a_damaged_file_gives_an_input_error_or_a_sound_model(
     except InputError as error:
         named = str(error)
     assert named == "" or named.startswith(str(path))
+
+
+def test_a_name_with_a_nul_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be the name"):
+        GGUF("model\0.gguf")
