@@ -12,6 +12,11 @@ constexpr int64_t kMostStops = int64_t{1} << 24;
 
 // ---- where states are snapshotted -----------------------------------------------------------------------------------
 
+bool Manager::is_declared(const Request& r, int64_t position) const {
+    return std::any_of(r.retained.begin(), r.retained.end(),
+                       [&](const Retained& retained) { return retained.position == position && retained.kept; });
+}
+
 // Frozen points in (start, end], ascending: the policy's, and the last grid point of the range.
 void Manager::add_stops(const Request& r, int64_t start, int64_t end, std::vector<Point>* points) const {
     if (states_.empty()) return;
@@ -21,7 +26,7 @@ void Manager::add_stops(const Request& r, int64_t start, int64_t end, std::vecto
     };
     for (const Retained& retained : r.retained) add(retained.position, true, retained.kept);
     if (r.interval)
-        for (int64_t p = (start / r.interval + 1) * r.interval; p <= end; p += r.interval) add(p, true, true);
+        for (int64_t p = (start / r.interval + 1) * r.interval; p <= end; p += r.interval) add(p, true, false);
     add(end / grid_ * grid_, false, false);
     std::stable_sort(points->begin(), points->end(),
                      [](const Point& a, const Point& b) { return a.position < b.position; });
@@ -53,20 +58,19 @@ int32_t Manager::stops(int64_t handle, int64_t start, int64_t end, int64_t* posi
     return KVC_OK;
 }
 
-// Told without making the plan, whose length is bounded by nothing else.
-bool Manager::more_stops_than_pages(const Request& r, int64_t start, int64_t end) const {
-    const int64_t stops = r.interval ? end / r.interval - start / r.interval : 0;
-    return std::any_of(states_.begin(), states_.end(), [&](int32_t group) {
-        return stops > std::min(pools_[static_cast<size_t>(group)].capacity(), kMostStops);
-    });
-}
-
-// Points without pages: the stops, and the working state at the end unless that is a stop.
-std::vector<Point> Manager::make_plan(const Request& r, int64_t start, int64_t end) const {
+// The longest grant up to `end` whose states can ever be held at one time: one page for each point of the plan, and one for
+// the state that the request has. So a request that is alone always gets on, chunk by chunk.
+std::vector<Point> Manager::make_plan(const Request& r, int64_t start, int64_t* end) const {
     std::vector<Point> plan;
-    if (states_.empty() || end == start) return plan;
-    add_stops(r, start, end, &plan);
-    if (plan.empty() || plan.back().position < end) plan.push_back({.position = end, .pages = {}});
+    if (states_.empty() || *end == start) return plan;
+    int64_t most = kMostStops;
+    for (const int32_t group : states_) most = std::min(most, pools_[static_cast<size_t>(group)].capacity());
+    if (start > 0) most = std::max<int64_t>(most - 1, 1);
+    if (r.interval && (*end - start) / r.interval > most) *end = (start / r.interval + most) * r.interval;
+    add_stops(r, start, *end, &plan);
+    if (plan.empty() || plan.back().position < *end) plan.push_back({.position = *end, .pages = {}});
+    if (static_cast<int64_t>(plan.size()) > most) plan.resize(static_cast<size_t>(most));
+    *end = plan.back().position;
     return plan;
 }
 
@@ -176,11 +180,9 @@ int32_t Manager::need(int64_t handle, int64_t n_tokens, int64_t* pages) {
     if (waiting) adoption = adopt(*r);
     const int64_t start = waiting ? adoption.hit : r->committed;
     if (const auto status = check_allocate(*r, n_tokens, start)) return status;
-    const int64_t end = start + (adoption.loads ? 0 : n_tokens);
-    if (r->interval && (end - start) / r->interval > kMostStops)
-        return fail(KVC_E_CAPACITY, "%lld tokens pass more than %lld states: ask for fewer",
-                    static_cast<long long>(n_tokens), static_cast<long long>(kMostStops));
-    count_new(*r, waiting ? &adoption : nullptr, make_plan(*r, start, end).size(), end, &counts);
+    int64_t end = start + (adoption.loads ? 0 : n_tokens);
+    const size_t points = make_plan(*r, start, &end).size();
+    count_new(*r, waiting ? &adoption : nullptr, points, end, &counts);
     std::copy(counts.begin(), counts.end(), pages);
     return KVC_OK;
 }
@@ -203,6 +205,10 @@ void Manager::start(Request& r, const Adoption& adoption) {
     for (size_t g = 0; g < groups_.size(); ++g)  // before anything is taken, so that nothing of the hit is evicted
         for (const int32_t page : adoption.pages[g])
             if (page != kNoPage) pools_[g].adopt(page);
+    if (is_declared(r, adoption.hit))
+        for (const int32_t g : states_)
+            if (adoption.hit && adoption.pages[static_cast<size_t>(g)][0] != kNoPage)
+                pools_[static_cast<size_t>(g)].keep(adoption.pages[static_cast<size_t>(g)][0]);
     for (size_t g = 0; g < groups_.size(); ++g) {
         auto& target = groups_[g].kind == KVC_RECURRENT ? state.pages : tables[g];
         for (const int32_t page : adoption.pages[g]) target.push_back(page != kNoPage ? page : pools_[g].take());
@@ -238,6 +244,12 @@ void Manager::grant(Request& r, std::vector<Point> plan, int64_t end) {
         const int64_t block = groups_[static_cast<size_t>(g)].block_tokens;
         while (static_cast<int64_t>(table.size()) * block < end) table.push_back(pools_[static_cast<size_t>(g)].take());
     }
+    for (const int32_t g : attention_) {  // what a longer grant that was not committed had taken
+        auto& table = r.tables[static_cast<size_t>(g)];
+        const int64_t block = groups_[static_cast<size_t>(g)].block_tokens;
+        for (; static_cast<int64_t>(table.size() - 1) * block >= end && !table.empty(); table.pop_back())
+            pools_[static_cast<size_t>(g)].release(table.back());
+    }
     const std::vector<Point> old = r.plan_open ? std::move(r.plan) : std::vector<Point>{};
     r.plan_source = std::move(source);
     for (size_t s = 0; s < states_.size(); ++s) {
@@ -267,9 +279,8 @@ int32_t Manager::allocate(int64_t handle, int64_t n_tokens, kvc_grant* out) {
     if (waiting) adoption = adopt(*r);
     const int64_t start_at = waiting ? adoption.hit : r->committed;
     if (const auto status = check_allocate(*r, n_tokens, start_at)) return status;
-    const int64_t end = start_at + (adoption.loads ? 0 : n_tokens);
-    if (more_stops_than_pages(*r, start_at, end)) return KVC_NO_SPACE;
-    std::vector<Point> plan = make_plan(*r, start_at, end);
+    int64_t end = start_at + (adoption.loads ? 0 : n_tokens);
+    std::vector<Point> plan = make_plan(*r, start_at, &end);
     std::vector<int64_t> pages;
     count_new(*r, waiting ? &adoption : nullptr, plan.size(), end, &pages);
     if (!fits(waiting ? &adoption : nullptr, pages)) return KVC_NO_SPACE;

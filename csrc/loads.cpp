@@ -27,6 +27,7 @@ void Manager::start_load(Request& r, const Adoption& adoption, Load* load) {
             std::memcpy(item.digest, digest->bytes, 32);
             pools_[g].acquire(item.page);
             pools_[g].publish(item.page, *digest, r.ns, item.end, Page::kPending);
+            if (state && is_declared(r, item.end)) pools_[g].keep(item.page);
             load->items.push_back(item);
         }
     }
@@ -66,6 +67,7 @@ int32_t Manager::end_load(int64_t id, const uint8_t* ok, int64_t n) {
     if (n != static_cast<int64_t>(at->second.items.size()))
         return fail(KVC_E_ARGUMENT, "%lld results for load %lld of %zu pages", static_cast<L>(n), static_cast<L>(id),
                     at->second.items.size());
+    for (const kvc_keyed& item : at->second.items) pools_[static_cast<size_t>(item.group)].reserve(0, n);
     const Load load = std::move(at->second);
     loads_.erase(at);
     Request* r = load.handle ? find(load.handle) : nullptr;
@@ -103,6 +105,7 @@ int32_t Manager::end_load(int64_t id, const uint8_t* ok, int64_t n) {
 // ---- what tiers store -----------------------------------------------------------------------------------------------
 
 void Manager::push_keyed(const Request& r, int32_t group, int32_t page) {
+    if (!journal_) return;
     int64_t created = 0;
     for (const Pool& pool : pools_) created += pool.created();
     if (static_cast<int64_t>(keyed_.size()) >= std::max<int64_t>(2 * created, 64)) {

@@ -15,7 +15,8 @@ Manager::Manager(const kvc_config& config, const kvc_group* groups)
       unit_(config.hash_unit_tokens),
       grid_(config.grid_tokens),
       max_open_steps_(config.max_open_steps),
-      chain_(compress_function(ShaPath::kBest)) {
+      chain_(compress_function(ShaPath::kBest)),
+      journal_(config.journal != 0) {
     for (int32_t g = 0; g < config.n_groups; ++g) {
         (groups_[static_cast<size_t>(g)].kind == KVC_FULL ? attention_ : states_).push_back(g);
         pools_.emplace_back(groups_[static_cast<size_t>(g)].pages, config.seed + static_cast<uint64_t>(g));
@@ -270,6 +271,9 @@ const char* Manager::check_requests(std::vector<std::vector<int32_t>>* refs) con
         if (r.load && !loads_.contains(r.load)) return "a request waits for a load that is not open";
         if (r.computed > r.committed || r.committed > r.granted) return "computed, committed, granted do not ascend";
         for (size_t g = 0; g < r.tables.size(); ++g)
+            if (r.keyed_blocks[g] > static_cast<int64_t>(r.tables[g].size()))
+                return "more keys are settled than blocks";
+        for (size_t g = 0; g < r.tables.size(); ++g)
             for (const int32_t page : r.tables[g]) ++(*refs)[g][static_cast<size_t>(page)];
         auto count = [&](const Point& point) {
             for (size_t s = 0; s < point.pages.size(); ++s)
@@ -288,6 +292,29 @@ const char* Manager::check_requests(std::vector<std::vector<int32_t>>* refs) con
     return nullptr;
 }
 
+// A pending key is some load's, or being written by an open step for a request that takes part in it.
+const char* Manager::check_pending() const {
+    std::vector<std::vector<bool>> owned;
+    for (const Pool& pool : pools_) owned.emplace_back(static_cast<size_t>(pool.created()), false);
+    for (const auto& [id, load] : loads_)
+        for (const kvc_keyed& item : load.items)
+            owned[static_cast<size_t>(item.group)][static_cast<size_t>(item.page)] = true;
+    for (const Slot& slot : slots_) {
+        if (!slot.request || !open_step(slot.request->last_step)) continue;
+        const Request& r = *slot.request;
+        for (size_t g = 0; g < r.tables.size(); ++g)
+            for (const int32_t page : r.tables[g]) owned[g][static_cast<size_t>(page)] = true;
+        for (const Point& point : r.points)
+            for (size_t s = 0; s < point.pages.size(); ++s)
+                owned[static_cast<size_t>(states_[s])][static_cast<size_t>(point.pages[s])] = true;
+    }
+    for (size_t g = 0; g < pools_.size(); ++g)
+        for (size_t page = 0; page < owned[g].size(); ++page)
+            if (pools_[g].page(static_cast<int32_t>(page)).key == Page::kPending && !owned[g][page])
+                return "a key is pending that nobody writes";
+    return nullptr;
+}
+
 int32_t Manager::check() {
     std::vector<std::vector<int32_t>> refs;
     for (const Pool& pool : pools_) {
@@ -295,6 +322,7 @@ int32_t Manager::check() {
         refs.emplace_back(static_cast<size_t>(pool.created()), 0);
     }
     if (const char* broken = check_requests(&refs)) return fail(KVC_E_INVARIANT, "%s", broken);
+    if (const char* broken = check_pending()) return fail(KVC_E_INVARIANT, "%s", broken);
     for (const auto& [id, load] : loads_) {
         if (load.handle && (!find(load.handle) || find(load.handle)->load != id))
             return fail(KVC_E_INVARIANT, "load %lld has no request", static_cast<L>(id));

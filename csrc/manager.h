@@ -83,8 +83,7 @@ class Manager {
     };
     bool gather(const Request& r, Adoption* adoption) const;
     Adoption adopt(Request& r) const;
-    bool more_stops_than_pages(const Request& r, int64_t start, int64_t end) const;
-    std::vector<Point> make_plan(const Request& r, int64_t start, int64_t end) const;
+    std::vector<Point> make_plan(const Request& r, int64_t start, int64_t* end) const;
     void count_new(const Request& r, const Adoption* adoption, size_t plan_points, int64_t end,
                    std::vector<int64_t>* pages) const;
     bool fits(const Adoption* adoption, const std::vector<int64_t>& pages) const;
@@ -92,10 +91,13 @@ class Manager {
     void start(Request& r, const Adoption& adoption);
     void start_load(Request& r, const Adoption& adoption, Load* load);
     void grant(Request& r, std::vector<Point> plan, int64_t end);
+    bool is_declared(const Request& r, int64_t position) const;
     void add_stops(const Request& r, int64_t start, int64_t end, std::vector<Point>* points) const;
 
     // steps.cpp
     Step* open_step(int64_t id);
+    const Step* open_step(int64_t id) const { return const_cast<Manager*>(this)->open_step(id); }
+    void set_aside(const Step& step);
     void release(Request& r, int32_t group, int32_t page, Pool::List list);
     void release_point(Request& r, const Point& point, Pool::List list);
     void release_superseded(Request& r, const Point& point);
@@ -116,6 +118,7 @@ class Manager {
     void append_tokens(Request& r, const int32_t* tokens, int64_t n) const;
     int32_t check_group(int32_t group) const;
     const char* check_requests(std::vector<std::vector<int32_t>>* refs) const;
+    const char* check_pending() const;
 
     std::vector<kvc_group> groups_;
     std::vector<int32_t> attention_;  // group ids
@@ -139,6 +142,7 @@ class Manager {
     std::unordered_map<int64_t, Load> loads_;
     int64_t last_load_ = 0;
     std::deque<kvc_keyed> keyed_;
+    bool journal_;
     int64_t keyed_dropped_ = 0;
     int64_t pinned_ = 0;
 };

@@ -80,7 +80,7 @@ class Pool {
     bool publish(int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key);
     void confirm(int32_t id);  // pending -> visible
     void unpublish(int32_t id);
-    void set_kept(int32_t id, bool kept) { at(id).kept = kept; }
+    void keep(int32_t id) { at(id).kept = true; }
     bool was_evicted(const Digest& digest, uint32_t ns) const;
     void forget_all();  // drops every key
 

@@ -78,6 +78,7 @@ int32_t kvc_pool_take(kvc_pool* pool, int64_t n, int32_t* pages, int64_t* taken)
     return enter(pool, [&](kvc::Pool& p) -> int32_t {
         if (n < 0) return fail(KVC_E_ARGUMENT, "%lld pages wanted", static_cast<Longs>(n));
         *taken = 0;
+        p.reserve(std::min(n, p.available()), 0);
         while (*taken < n) {
             const int32_t page = p.take();
             if (page == kNoPage) break;
@@ -92,6 +93,7 @@ int32_t kvc_pool_publish(kvc_pool* pool, uint32_t ns, const uint8_t* digests, co
     return enter(pool, [&](kvc::Pool& p) -> int32_t {
         if (const auto status = check_run(32, n)) return status;
         const DigestRun run{digests, 32, n};
+        p.reserve(0, n);
         for (int64_t i = 0; i < n; ++i) {
             if (!p.contains(pages[i]) || p.page(pages[i]).refs == 0)
                 return fail(KVC_E_STATE, "page %d is not held: take it before giving it a key", pages[i]);

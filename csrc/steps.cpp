@@ -85,9 +85,13 @@ void Manager::key_points(Request& r) {
     for (size_t i = 0; i <= newest; ++i) {
         const Point& point = r.points[i];
         if (!point.policy) continue;
-        for (size_t s = 0; s < point.pages.size(); ++s)
-            if (key_page(r, states_[s], point.pages[s], point.position, Page::kVisible))
-                pools_[static_cast<size_t>(states_[s])].set_kept(point.pages[s], point.kept);
+        for (size_t s = 0; s < point.pages.size(); ++s) {
+            Pool& pool = pools_[static_cast<size_t>(states_[s])];
+            key_page(r, states_[s], point.pages[s], point.position, Page::kVisible);
+            const Digest* digest = point.kept ? digest_at(r, point.position) : nullptr;
+            const int32_t owner = digest ? pool.find(*digest, r.ns) : kNoPage;  // maybe another request's page
+            if (owner != kNoPage) pool.keep(owner);
+        }
     }
     for (size_t i = 0; i < newest; ++i) release_superseded(r, r.points[i]);
     r.points.erase(r.points.begin(), r.points.begin() + static_cast<std::ptrdiff_t>(newest));
@@ -147,12 +151,29 @@ int32_t Manager::commit(int64_t handle, int64_t upto) {
     return KVC_OK;
 }
 
+// Memory that ending the step needs, so that running out of it changes nothing.
+void Manager::set_aside(const Step& step) {
+    size_t releases = 0;
+    for (const Step::Entry& entry : step.entries) {
+        const Request* r = find(entry.handle);
+        if (!r || r->run != entry.run) continue;
+        releases += r->points.size() * states_.size();
+        for (const int32_t g : states_)
+            pools_[static_cast<size_t>(g)].reserve(0, static_cast<int64_t>(r->points.size()));
+        for (const int32_t g : attention_)
+            pools_[static_cast<size_t>(g)].reserve(0, static_cast<int64_t>(r->tables[static_cast<size_t>(g)].size()) -
+                                                          r->keyed_blocks[static_cast<size_t>(g)]);
+    }
+    if (steps_.size() > 1) steps_.back().releases.reserve(steps_.back().releases.size() + releases);
+}
+
 int32_t Manager::end_step(int64_t id) {
     if (steps_.empty() || id > last_step_ || id < steps_.front().id)
         return fail(KVC_E_HANDLE, "step %lld is not open", static_cast<L>(id));
     if (id != steps_.front().id)
         return fail(KVC_E_STATE, "step %lld must end before step %lld", static_cast<L>(steps_.front().id),
                     static_cast<L>(id));
+    set_aside(steps_.front());
     const Step step = std::move(steps_.front());
     steps_.pop_front();
     for (const Step::Entry& entry : step.entries) {

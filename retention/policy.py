@@ -15,16 +15,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcache.core.errors import ConfigError
-from kvcache.core.retain import StatePlan, TurnShape
+from kvcache.core.retain import RetentionPlan, TurnShape
 
 
 @dataclass(frozen=True)
 class Dense:
     """Keeps a state at every grid point: the most reuse, and one state page per grid unit."""
 
-    def plan(self, shape: TurnShape) -> StatePlan:
+    def plan(self, shape: TurnShape) -> RetentionPlan:
         """The interval is the grid itself."""
-        return StatePlan(shape.grid_tokens, (), ())
+        return RetentionPlan(shape.grid_tokens, (), ())
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Sparse:
                 " the hit grid"
             )
 
-    def plan(self, shape: TurnShape) -> StatePlan:
+    def plan(self, shape: TurnShape) -> RetentionPlan:
         """Declared boundaries and junctions are kept; the replay boundary may be superseded."""
         grid = shape.grid_tokens
         if self.interval_tokens % grid:
@@ -56,4 +56,4 @@ class Sparse:
         for position in (*shape.boundaries, *shape.junctions):
             points[position // grid * grid] = True
         positions = sorted(p for p in points if 0 < p <= shape.prompt_tokens)
-        return StatePlan(self.interval_tokens, positions, [points[p] for p in positions])
+        return RetentionPlan(self.interval_tokens, positions, [points[p] for p in positions])

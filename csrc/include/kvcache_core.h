@@ -99,7 +99,8 @@ typedef struct {
     int32_t hash_unit_tokens;
     int32_t grid_tokens;
     int32_t max_open_steps;
-    uint64_t seed; /* of the index's hash function */
+    int32_t journal; /* 1: kvc_take_keyed will be read */
+    uint64_t seed;   /* of the index's hash function */
 } kvc_config;
 
 int32_t kvc_manager_new(const kvc_config* config, const kvc_group* groups, kvc_manager** out);
@@ -149,7 +150,7 @@ typedef struct {
     int64_t lost[5];
 } kvc_hit;
 
-/* Looks up the whole prompt; changes nothing in the pools. present[g] (or present NULL) tells what a tier holds: for an
+/* Looks up all known tokens (hit + lost = n_tokens); changes nothing in the pools. present[g] (or present NULL) tells what a tier holds: for an
  * attention group one byte per block, for a recurrent one one byte per grid point (index i = state after
  * (i + 1) * grid tokens); it is copied. Only for requests without pages (opened, preempted, or after a failed load). */
 int32_t kvc_lookup(kvc_manager* manager, int64_t handle, const uint8_t* const* present, const int64_t* n_present,
@@ -165,7 +166,8 @@ typedef struct {
 
 /* Pages of each group that kvc_allocate would take, new pages only. */
 int32_t kvc_need(kvc_manager* manager, int64_t handle, int64_t n_tokens, int64_t* pages);
-/* Atomic: KVC_NO_SPACE changes nothing. First call of a request: adopts the hit of the last lookup (looked up again by
+/* Atomic: KVC_NO_SPACE changes nothing. A grant may end before start + n_tokens: where more states would have to be kept
+ * on the way than the pool has pages. So a request that is alone always gets on. First call of a request: adopts the hit of the last lookup (looked up again by
  * itself if pages went since), then grants n_tokens. If parts of the hit must be loaded, grants only the pages of the
  * load. Later calls: capacity for n_tokens beyond what is committed; replaces an uncommitted grant. */
 int32_t kvc_allocate(kvc_manager* manager, int64_t handle, int64_t n_tokens, kvc_grant* out);
@@ -200,7 +202,8 @@ int32_t kvc_digests(kvc_manager* manager, int64_t handle, const uint8_t** digest
 int32_t kvc_table(kvc_manager* manager, int64_t handle, int32_t group, int64_t first, int32_t* pages, int64_t cap,
                   int64_t* n);
 /* The grant's plan for a recurrent group: start from the state in page `source` (-1: the zero state); the state after
- * positions[i] tokens goes to pages[i]. Equal neighbours are an update in place. *n = how many; writes at most cap. */
+ * positions[i] tokens goes to pages[i]. Equal neighbours are an update in place. *n = how many; writes at most cap.
+ * Valid until the step that commits the grant has ended. */
 int32_t kvc_state_plan(kvc_manager* manager, int64_t handle, int32_t group, int32_t* source, int64_t* positions,
                        int32_t* pages, int64_t cap, int64_t* n);
 
@@ -214,7 +217,7 @@ typedef struct {
     uint8_t digest[32];
 } kvc_keyed;
 
-/* Pages of a load, in the order of its flags. */
+/* Pages of a load, in the order of its flags. *n = how many; writes at most cap. */
 int32_t kvc_load_items(kvc_manager* manager, int64_t load, kvc_keyed* items, int64_t cap, int64_t* n);
 /* The load is over: ok[i] = 1 where item i holds the right bytes. Good pages get their keys. All good: the request runs
  * on from its hit. Else it waits again, without pages: look it up anew, the good part is a device hit now. After an
@@ -224,7 +227,8 @@ int32_t kvc_end_load(kvc_manager* manager, int64_t load, const uint8_t* ok, int6
  * kvc_end_load says that nobody writes to them any more. */
 int32_t kvc_abandon_load(kvc_manager* manager, int64_t load);
 
-/* Pages that got their key since the last call, oldest first: what a tier may store. Bounded by twice the pages that
+/* Pages that got their key since the last call, oldest first: what a tier may store. *n = how many; with less room than
+ * that (cap) nothing is written or forgotten. Empty unless the manager was made with `journal`. Bounded by twice the pages that
  * exist: older entries are dropped and counted in kvc_manager_stats. */
 int32_t kvc_take_keyed(kvc_manager* manager, kvc_keyed* items, int64_t cap, int64_t* n);
 /* A reference for a reader outside (a store in flight). pinned[i] = 0 where the page has another key by now. */

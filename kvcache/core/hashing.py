@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ class Fingerprint:
     weights_epoch: int = 0
     kv_dtype: str = ""
     position_scheme: str = ""
-    secret: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
 
 
 def root_digest(
@@ -57,8 +57,8 @@ def root_digest(
     except (AttributeError, UnicodeEncodeError) as error:
         raise ConfigError(f"salt, lora and fingerprint must be valid text: {error}") from error
     digest = hashlib.sha256(ROOT_DOMAIN)
-    for field in fields:
-        digest.update(len(field).to_bytes(8, "little") + field)
+    for text in fields:
+        digest.update(len(text).to_bytes(8, "little") + text)
     return digest.digest()
 
 

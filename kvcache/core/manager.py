@@ -53,6 +53,8 @@ class Manager:
         retention: which recurrent states to keep.
         fingerprint: what is hashed into every key.
         max_open_steps: steps that may be in flight at once.
+        journal: whether `take_keyed` will be read (64 bytes for each page that gets a key).
+        seed: of the index's hash function.
 
     Not thread-safe: two threads in it at once raise `MisuseError`. All calls are O(new tokens)
     unless they say otherwise; none calls Python per block.
@@ -66,6 +68,7 @@ class Manager:
         retention: RetentionPolicy,
         fingerprint: Fingerprint | None = None,
         max_open_steps: int = 2,
+        journal: bool = True,
         seed: int = 0,
     ) -> None:
         pages = [int(count) for count in arrays.flat(pages, np.int64, "pages")]
@@ -91,9 +94,11 @@ class Manager:
         self._shapes: dict[int, TurnShape] = {}
         self._chains: dict[int, NDArray[np.uint8]] = {}
         self._ffi, self._lib = native.load()
-        self._native = self._create(pages, max_open_steps, seed)
+        self._native = self._create(pages, max_open_steps, journal=journal, seed=seed)
 
-    def _create(self, pages: Sequence[int], max_open_steps: int, seed: int) -> Any:
+    def _create(
+        self, pages: Sequence[int], max_open_steps: int, *, journal: bool, seed: int
+    ) -> Any:
         ffi, lib = self._ffi, self._lib
         groups = ffi.new("kvc_group[]", len(pages))
         for i, spec in enumerate(self.geometry.groups):
@@ -107,6 +112,7 @@ class Manager:
                 "hash_unit_tokens": self.geometry.hash_unit_tokens,
                 "grid_tokens": self.geometry.grid_tokens,
                 "max_open_steps": max_open_steps,
+                "journal": journal,
                 "seed": seed & (2**64 - 1),
             },
         )
@@ -326,6 +332,9 @@ class Manager:
 
     def allocate(self, handle: int, tokens: int) -> Grant | None:
         """Pages for the next `tokens` tokens; None: no space now, nothing changed.
+
+        The grant may end sooner (`Grant.end`): where more states would have to be kept on the way
+        than the pool has pages. So a request that is alone always gets on.
 
         The first call adopts the hit of the last `lookup` (its pages gain a reference before
         anything is evicted). If part of the hit lies in a tier, the grant covers no tokens but

@@ -17,7 +17,7 @@ class TurnShape(NamedTuple):
     """Where attention went on and a state was missing, seen by this request's lookups."""
 
 
-class StatePlan(NamedTuple):
+class RetentionPlan(NamedTuple):
     """Which states a request keeps."""
 
     interval_tokens: int
@@ -31,5 +31,5 @@ class StatePlan(NamedTuple):
 class RetentionPolicy(Protocol):
     """A pure object: the same shape gives the same plan; it is called once per open or lookup."""
 
-    def plan(self, shape: TurnShape) -> StatePlan:
+    def plan(self, shape: TurnShape) -> RetentionPlan:
         """The states that a request of this shape keeps. O(boundaries)."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from core.managing import S, compute, full, hit, hybrid, run, text
+from core.managing import HYBRID, A, S, compute, full, granted, hit, hybrid, run, text
 
-from kvcache import Dense, Sparse
+from kvcache import Dense, Manager, Sparse
 
 # ---- states ----------------------------------------------------------------------------------------
 
@@ -154,3 +154,61 @@ def test_a_declared_state_keeps_its_place_when_superseded() -> None:
     run(m, text(5, 90))
     assert hit(m, text(9)) == 8
     assert hit(m, text(9, 50)) == 0  # the oldest of equals goes first
+
+
+def test_a_state_declared_by_the_request_that_hits_it_keeps_its_place() -> None:
+    m = hybrid(states=4)
+    run(m, text(9))  # leaves the state at 8, not declared
+    run(m, text(5, 100))  # an unrelated, younger state
+    handle = m.open(text(17), boundaries=[8])
+    compute(m, handle, 17)  # adopts 8, which it declares, and goes on to 16
+    m.finish(handle)
+    run(m, text(5, 200))  # needs room: the oldest state that nobody declared goes
+    assert hit(m, text(9)) == 8
+    assert hit(m, text(5, 100)) == 0
+
+
+def test_states_of_an_interval_are_not_declared() -> None:
+    m = hybrid(Sparse(4), states=4)
+    run(m, text(13))  # states at 4 and 8 are superseded by 12
+    run(m, text(5, 100))
+    assert [hit(m, [*text(n), 99]) for n in (4, 8, 12)] == [0, 8, 12]
+
+
+def test_a_lone_request_gets_on_in_a_pool_of_two_states_whatever_it_keeps() -> None:
+    m = hybrid(Dense(), states=2)
+    for _ in range(2):
+        handle = m.open(text(30), max_tokens=40)
+        done = m.lookup(handle).hit_tokens
+        while done < 30:
+            step = m.begin_step()
+            grant = m.allocate(handle, 30 - done)
+            assert grant is not None
+            assert grant.end > done
+            m.commit(handle, grant.end)
+            m.end_step(step)
+            m.check()
+            done = grant.end
+        m.finish(handle)
+    assert m.pool_stats(S).created == 2
+
+
+def test_a_shorter_grant_gives_back_what_a_longer_one_took() -> None:
+    m = hybrid(pages=10, states=4)
+    handle = m.open(text(40))
+    m.lookup(handle)
+    assert granted(m.allocate(handle, 40)).end == 40
+    assert m.pool_stats(A).held == 10
+    assert granted(m.allocate(handle, 3)).end == 3
+    assert m.pool_stats(A).held == 1
+    other = m.open(text(36, 500))
+    m.lookup(other)
+    assert m.allocate(other, 36) is not None
+    m.check()
+
+
+def test_without_a_journal_no_key_is_remembered() -> None:
+    m = Manager(HYBRID, pages=[8, 8], retention=Sparse(), journal=False)
+    run(m, text(9))
+    assert len(m.take_keyed()) == 0
+    assert hit(m, text(9)) == 8

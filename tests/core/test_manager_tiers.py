@@ -48,6 +48,26 @@ def test_a_load_takes_only_what_the_device_lacks() -> None:
     assert m.load_items(grant.load)["end"].tolist() == [12, 12]
 
 
+def test_a_load_never_evicts_the_part_of_the_hit_that_is_on_the_device() -> None:
+    m = full(3)
+    compute(m, m.open(text(4, 90)), 4)  # holds one page
+    run(m, text(8))
+    tail = m.take_keyed()[-1:]
+    m.pin(tail)
+    run(m, text(4, 50))  # evicts block 4 of the first prompt, block 8 is pinned
+    other = m.take_keyed()
+    m.unpin(A, tail["page"])
+    m.pin(other)
+    m.unpin(A, other["page"])  # now block 8 is the older of the two cached pages
+    handle = m.open(text(9))
+    found = m.lookup(handle, [np.array([1, 0], np.uint8)])
+    assert (found.hit_tokens, found.device_tokens) == (8, 0)
+    grant = granted(m.allocate(handle, 0))
+    assert m.load_items(grant.load)["end"].tolist() == [4]
+    assert m.block_table(handle, A).tolist() == [int(other["page"][0]), int(tail["page"][0])]
+    m.check()
+
+
 def test_a_failed_part_of_a_load_shortens_the_prefix_exactly() -> None:
     m = full()
     handle = m.open(text(17))

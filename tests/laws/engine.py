@@ -212,7 +212,7 @@ class Engine:
         if grant.load:
             taken = self._start_load(request, grant, before)
         else:
-            assert (grant.end, grant.load_pages) == (start + tokens, 0)
+            assert (grant.end, grant.load_pages) == (self._longest(request, start, tokens), 0)
             if waiting:
                 request.computed = request.committed = start
             taken = self._take_pages(request, replaced)
@@ -225,11 +225,22 @@ class Engine:
             self.content.verify_reads(request, start, request.tables, request.plans)
         return grant
 
+    def _longest(self, request: Request, start: int, tokens: int) -> int:
+        """Where a grant must end: each point of its plan takes a page, the state at hand one more."""
+        end, sizes = start + tokens, [self.pages[g] for g in self.recurrent]
+        sizes = [size for size in sizes if size != UNLIMITED]
+        if not tokens or not sizes:
+            return end
+        stops = self.manager.stops(request.handle, start, end)
+        points = [*stops, end] if not stops or stops[-1] < end else stops
+        return points[: min(sizes) - (start > 0)][-1]
+
     def _read_pages(self, request: Request, *, plan: bool = True) -> None:
         for g in self.attention:
             table = self.manager.block_table(request.handle, g).tolist()
             old = request.tables.get(g, [])
-            assert table[: len(old)] == old, "a block table changed under a running request"
+            used = min(len(old), -(-request.committed // self.oracle.blocks[g]))
+            assert table[:used] == old[:used], "a block table changed under a running request"
             request.tables[g] = table
         for g in self.recurrent if plan else ():
             request.plans[g] = self.manager.state_plan(request.handle, g)
@@ -242,7 +253,7 @@ class Engine:
         self._read_pages(request)
         taken = []
         for g, table in request.tables.items():
-            assert len(table) == max(old.get(g, 0), -(-end // self.oracle.blocks[g]))
+            assert len(table) == -(-end // self.oracle.blocks[g])
             taken += [(g, page) for page in table[old.get(g, first[g]) :]]
         stops = self.manager.stops(request.handle, start, end)
         assert stops == self.stops(request, start, end)

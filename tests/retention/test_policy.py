@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvcache.core.errors import ConfigError
-from kvcache.core.retain import RetentionPolicy, StatePlan, TurnShape
+from kvcache.core.retain import RetentionPlan, RetentionPolicy, TurnShape
 from kvcache.retention import Dense, Sparse
 
 EXACT = settings(derandomize=True, database=None, deadline=None, max_examples=200)
@@ -25,7 +25,7 @@ def policies(draw: st.DrawFn, shape: TurnShape) -> RetentionPolicy:
     return Dense() if multiple < 0 else Sparse(multiple * shape.grid_tokens)
 
 
-def all_positions(plan: StatePlan, shape: TurnShape) -> set[int]:
+def all_positions(plan: RetentionPlan, shape: TurnShape) -> set[int]:
     step = plan.interval_tokens
     by_interval = range(step, shape.prompt_tokens + 1, step) if step else ()
     return {*plan.positions, *by_interval}
@@ -114,7 +114,7 @@ def test_boundaries_may_come_in_any_order_and_twice() -> None:
 
 
 def test_dense_is_every_grid_point() -> None:
-    assert Dense().plan(TurnShape(100, 16, boundaries=(40,))) == StatePlan(16, (), ())
+    assert Dense().plan(TurnShape(100, 16, boundaries=(40,))) == RetentionPlan(16, (), ())
 
 
 @pytest.mark.parametrize("interval", [-1, -16])
