@@ -11,6 +11,7 @@ the reply are taken and given back like the others, but a trace has no keys for 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -33,6 +34,9 @@ from kvcache.retention import Dense, Sparse
 
 DEFAULT_PRESET = "llama-3-8b"
 """One full-attention group."""
+
+STATE_SHARE = 0.2
+"""Part of a bounded pool's bytes that recurrent states get, for want of one arena for all."""
 
 STEP_TOKENS = 8192
 """Token budget of one step."""
@@ -73,14 +77,35 @@ class ReplaySettings:
         return preset(self.preset, block_tokens=self.block_tokens)
 
     def pages(self, geometry: Geometry) -> list[int]:
-        """Pages of each group. A state group gets as many as attention: attention runs out first.
+        """Pages of each group, in the bytes that `pool_tokens` tokens of attention take.
 
-        The two more are the working state and the newest snapshot of the request that runs.
+        States share these bytes: a fixed part of them, two pages at least.
         """
         if self.pool_tokens is None:
             return [UNLIMITED] * len(geometry.groups)
         blocks = self.pool_tokens // self.block_tokens
-        return [blocks if isinstance(g, FullAttention) else blocks + 2 for g in geometry.groups]
+        attention = sum(g.page_bytes for g in geometry.groups if isinstance(g, FullAttention))
+        state = sum(g.page_bytes for g in geometry.groups if isinstance(g, RecurrentState))
+        states = max(2, int(blocks * attention * STATE_SHARE) // state) if state else 0
+        blocks = (blocks * attention - states * state) // attention
+        if blocks < 1:
+            raise ConfigError(
+                f"--pool-tokens {self.pool_tokens} is less than two states of {self.preset} take"
+                f" ({2 * state} bytes, {-(-2 * state * self.block_tokens // attention)} tokens):"
+                " raise it"
+            )
+        return [blocks if isinstance(g, FullAttention) else states for g in geometry.groups]
+
+    def enough_tokens(self, tokens: int, geometry: Geometry) -> int:
+        """`pool_tokens` with which one request of `tokens` tokens fits, its states included."""
+        block = self.block_tokens
+        attention = sum(g.page_bytes for g in geometry.groups if isinstance(g, FullAttention))
+        state = sum(g.page_bytes for g in geometry.groups if isinstance(g, RecurrentState))
+        blocks = -(-tokens // block)
+        if state:
+            two = -(-2 * state // attention)
+            blocks = max(math.ceil(blocks / (1 - STATE_SHARE)), blocks + two)
+        return blocks * block
 
     def policy(self) -> RetentionPolicy:
         """The retention policy."""
@@ -121,12 +146,17 @@ class Replay:
         self._merge = settings.block_tokens // trace_block_tokens
         self._geometry = settings.geometry()
         pages = settings.pages(self._geometry)
-        self._manager = Manager(
-            self._geometry, pages=pages, retention=settings.policy(), seed=settings.seed
-        )
+        self._pages = pages
         self._states = [
             i for i, g in enumerate(self._geometry.groups) if isinstance(g, RecurrentState)
         ]
+        self._manager = Manager(
+            self._geometry,
+            pages=pages,
+            retention=settings.policy(),
+            journal=bool(self._states),
+            seed=settings.seed,
+        )
         self._ideal = IdealCache(settings.block_tokens)
         self._totals = _Totals()
         self._peak_pages = [0] * len(pages)
@@ -179,12 +209,11 @@ class Replay:
                 digests, prompt_tokens=request.prompt_tokens, max_tokens=tokens
             )
         except CapacityError as error:
-            block = self._settings.block_tokens
+            enough = self._settings.enough_tokens(tokens, self._geometry)
             raise CapacityError(
                 f"{self._path}, line {request.line}: the request has {request.prompt_tokens} prompt"
                 f" and {request.output_tokens} output tokens, more than the pool of"
-                f" {self._settings.pool_tokens}: raise --pool-tokens to {-(-tokens // block) * block}"
-                " or more"
+                f" {self._settings.pool_tokens} has room for: raise --pool-tokens to {enough} or more"
             ) from error
 
     def _compute(self, handle: int, start: int, end: int) -> int:
@@ -261,6 +290,10 @@ class Replay:
             "hit_rate_by_source": {"device": rate},
             "lost_tokens_by_cause": {cause: totals.lost[cause] for cause in LOSS_CAUSES},
             "checkpoints_per_request": totals.states_kept / max(1, totals.requests),
+            "pool_pages": {
+                name: "inf" if count == UNLIMITED else count
+                for name, count in zip(self._group_names(), self._pages, strict=True)
+            },
             "bytes_per_page": {g.name: g.page_bytes for g in self._geometry.groups},
             "peak_used_pages": dict(zip(self._group_names(), self._peak_pages, strict=True)),
             "peak_used_bytes": self._geometry.pool_bytes(self._peak_pages),

@@ -13,7 +13,9 @@ __version__ = "0.1.0"
 _LAZY = {
     "CapacityError": "kvcache.core.errors",
     "ConfigError": "kvcache.core.errors",
+    "CpuConnector": "kvcache.connectors.cpu",
     "Dense": "kvcache.retention",
+    "Fingerprint": "kvcache.core.hashing",
     "FullAttention": "kvcache.core.specs",
     "Geometry": "kvcache.core.layout",
     "HandleError": "kvcache.core.errors",
@@ -23,13 +25,19 @@ _LAZY = {
     "Manager": "kvcache.core.manager",
     "MisuseError": "kvcache.core.errors",
     "NativeError": "kvcache.core.errors",
+    "Offload": "kvcache.connectors.driver",
+    "PageRegion": "kvcache.connectors.base",
     "RecurrentState": "kvcache.core.specs",
     "Sparse": "kvcache.retention",
+    "UNLIMITED": "kvcache.core.records",
 }
 
 __all__ = ["__version__", *sorted(_LAZY)]  # noqa: PLE0604
 
 if TYPE_CHECKING:
+    from kvcache.connectors.base import PageRegion as PageRegion
+    from kvcache.connectors.cpu import CpuConnector as CpuConnector
+    from kvcache.connectors.driver import Offload as Offload
     from kvcache.core.errors import (
         CapacityError as CapacityError,
         ConfigError as ConfigError,
@@ -40,8 +48,10 @@ if TYPE_CHECKING:
         MisuseError as MisuseError,
         NativeError as NativeError,
     )
+    from kvcache.core.hashing import Fingerprint as Fingerprint
     from kvcache.core.layout import Geometry as Geometry
     from kvcache.core.manager import Manager as Manager
+    from kvcache.core.records import UNLIMITED as UNLIMITED
     from kvcache.core.specs import FullAttention as FullAttention, RecurrentState as RecurrentState
     from kvcache.retention import Dense as Dense, Sparse as Sparse
 

@@ -29,7 +29,7 @@ VERBS = {
     "bench": "measure one part of the library on this machine",
     "demo": "play multi-turn sessions on a small model: recompute, offload, everything in memory",
     "doctor": "what is installed, which native path runs, which connectors are found",
-    "replay": "run a trace through the block manager and its tiers",
+    "replay": "run a request trace through the block manager: hit rate, and where the rest was lost",
 }
 
 EXTRAS = {"tokenizers": "engine", "torch": "engine"}
@@ -163,6 +163,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
+    except MemoryError:
+        _say("out of memory: give smaller sizes, or more memory")
+        return FAILED
     except (KVCacheError, OSError, ModuleNotFoundError) as error:
         return _report(error)
 

@@ -1,4 +1,4 @@
-"""`kvcache replay TRACE`: a trace through the real block manager, under a simulated clock."""
+"""`kvcache replay TRACE`: a trace through the real block manager, one request after the other."""
 
 from __future__ import annotations
 
@@ -158,12 +158,21 @@ def _lanes(args: argparse.Namespace) -> LaneSettings | None:
     return LaneSettings(lanes=args.lanes, hours=hours, seed=args.seed)
 
 
+def _describe_pool(report: dict[str, Any]) -> str:
+    tokens, blocks = report["pool_tokens"], report["block_tokens"]
+    if tokens == "inf":
+        return f"without bound, blocks of {blocks} tokens"
+    pages = ", ".join(f"{count:,} {name}" for name, count in report["pool_pages"].items())
+    return f"{tokens:,} tokens in blocks of {blocks}: pages {pages}"
+
+
 def describe(report: dict[str, Any]) -> list[str]:
     """The result as a table for people."""
     prompt = report["prompt_tokens"]
     rows = [
         ("trace", report["trace"]),
-        ("pool", f"{report['pool_tokens']} tokens in blocks of {report['block_tokens']}"),
+        ("preset", f"{report['preset']}, retention {report['retention']}"),
+        ("pool", _describe_pool(report)),
         ("requests", f"{report['requests']:,}"),
         ("prompt tokens", f"{prompt:,}"),
         ("hit rate", f"{report['hit_rate']:.4f}  (ideal {report['ideal_hit_rate']:.4f})"),

@@ -26,6 +26,10 @@ class Geometry:
     state_grid_tokens: int = 16
 
     def __post_init__(self) -> None:
+        if not isinstance(self.groups, tuple):
+            raise ConfigError(
+                f"Geometry.groups is a {type(self.groups).__name__}: give a tuple of group specs"
+            )
         if not self.groups:
             raise ConfigError("Geometry.groups is empty: a model has at least one cache group")
         names = [g.name for g in self.groups]
@@ -73,14 +77,11 @@ class Geometry:
             math.lcm(*self._attention_blocks) if self._attention_blocks else self.state_grid_tokens
         )
 
-    def floor_to_grid(self, tokens: int) -> int:
-        """The last grid point at or before `tokens`."""
-        return tokens // self.grid_tokens * self.grid_tokens
-
     def pages_needed(self, tokens: int) -> tuple[int, ...]:
-        """Most pages of each group that one request of `tokens` tokens holds at one time.
+        """Pages of each group with which one request of `tokens` tokens can always go on.
 
-        Attention: every block. Recurrent: two (the last snapshot and the working state).
+        Attention: every block. Recurrent: two (the newest snapshot and the working state); a grant
+        that passes more states at once takes more pages, and ends sooner where there are none.
         """
         return tuple(
             -(-tokens // g.block_tokens) if isinstance(g, FullAttention) else 2 for g in self.groups

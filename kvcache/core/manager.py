@@ -6,8 +6,9 @@ Life of a request (one thread; the engine's scheduler):
                 ^                                           |
                 +--------------- preempt <------------------+        abort at any time
 
-`begin_step` comes before the step's `allocate` and `commit` calls, `end_step` when the step's
-writes have finished. Keys that an open step writes are pending: never a hit.
+`begin_step` comes before the step's `commit` calls (before its lookups too, so that twins in one
+batch see each other), `end_step` when the step's writes have finished. Keys that an open step
+writes are pending: never a hit.
 """
 
 from __future__ import annotations
@@ -355,7 +356,11 @@ class Manager:
         return int(out[0])
 
     def commit(self, handle: int, upto: int) -> None:
-        """The newest open step writes the request's tokens up to `upto`, inside its grant."""
+        """The newest open step writes the request's tokens up to `upto`, inside its grant.
+
+        Tokens that are sampled but not yet told by `extend` may be committed: their blocks get
+        keys when they are told. That both agree is the caller's promise.
+        """
         self._call(self._lib.kvc_commit, handle, upto)
 
     def end_step(self, step: int) -> None:

@@ -151,7 +151,7 @@ def test_kept_states_hit_as_a_naive_model_does(interval: int | None) -> None:
 @pytest.mark.parametrize("interval", [None, 0, 2 * BLOCK])
 def test_hit_and_lost_tokens_add_up_to_the_prompts(seed: int, interval: int | None) -> None:
     requests = random_trace(seed)
-    for pool in (16 * BLOCK, 40 * BLOCK, None):
+    for pool in (32 * BLOCK, 64 * BLOCK, None):
         for preset in ("llama-3-8b", "qwen3.5-9b"):
             settings = ReplaySettings(
                 block_tokens=BLOCK,
@@ -496,3 +496,28 @@ def test_the_ideal_hit_rate_of_the_claude_code_sample_is_known(trace_dir: Path) 
         hit += ideal.hit_tokens(request.blocks, request.prompt_tokens)
         prompt += request.prompt_tokens
     assert hit / prompt == pytest.approx(0.9637, abs=0.0001)
+
+
+@pytest.mark.parametrize("preset", ["llama-3-8b", "qwen3.5-9b"])
+def test_states_share_the_bytes_of_a_bounded_pool(preset: str) -> None:
+    for blocks in (32, 100, 5000):
+        settings = ReplaySettings(block_tokens=BLOCK, pool_tokens=blocks * BLOCK, preset=preset)
+        geometry = settings.geometry()
+        page_bytes = geometry.groups[0].page_bytes
+        total = geometry.pool_bytes(settings.pages(geometry))
+        assert (blocks - 1) * page_bytes < total <= blocks * page_bytes
+
+
+@pytest.mark.parametrize("preset", ["llama-3-8b", "qwen3.5-9b"])
+@pytest.mark.parametrize("tokens", [1, 3 * BLOCK, 40 * BLOCK + 1, 900 * BLOCK])
+def test_the_pool_that_an_error_asks_for_is_enough(preset: str, tokens: int) -> None:
+    geometry = ReplaySettings(block_tokens=BLOCK, preset=preset).geometry()
+    enough = ReplaySettings(block_tokens=BLOCK, preset=preset).enough_tokens(tokens, geometry)
+    pages = ReplaySettings(block_tokens=BLOCK, preset=preset, pool_tokens=enough).pages(geometry)
+    assert all(n >= need for n, need in zip(pages, geometry.pages_needed(tokens), strict=True))
+
+
+def test_a_pool_for_less_than_two_states_is_refused() -> None:
+    settings = ReplaySettings(block_tokens=BLOCK, pool_tokens=BLOCK, preset="qwen3.5-9b")
+    with pytest.raises(ConfigError, match="less than two states"):
+        settings.pages(settings.geometry())
