@@ -2,8 +2,7 @@
 
 Native key of block i: `SHA-256(domain || key of block i-1 || tokens as little-endian int32)`, in
 C++; the first parent is the root made here. Everything that changes the *content* of a KV block
-goes into the root (or, for media, into a block's key); layout (shard, page order, padding) does
-not.
+goes into the root; layout (shard, page order, padding) does not.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ allocated that a damaged number asks for.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,10 @@ class GGUF:
         except BaseException:
             self.close()
             raise
+
+    def digest(self) -> str:
+        """SHA-256 of the whole file, in hex: what its weights are, whatever it is called."""
+        return hashlib.sha256(self._map).hexdigest()
 
     def __enter__(self) -> Self:
         return self

@@ -111,7 +111,7 @@ class _Reader:
         base = file.number("llama.rope.freq_base", 1.0, 1e9)
         embed = self._tensor("token_embd.weight", *shape)
         return Weights(
-            name=file.path.stem,
+            name=f"{file.path.stem}-{file.digest()[:12]}",  # other bytes, other keys
             embed=embed,
             layers=[self._layer(f"blk.{i}.") for i in range(self.layers)],
             norm=self._tensor("output_norm.weight", self.width),

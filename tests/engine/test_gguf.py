@@ -284,3 +284,14 @@ def test_a_damaged_file_gives_an_input_error_or_a_sound_model(
 def test_a_name_with_a_nul_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be the name"):
         GGUF("model\0.gguf")
+
+
+def test_files_of_one_name_and_other_bytes_have_other_digests(tmp_path: Path) -> None:
+    digests = set()
+    for i in range(2):
+        path = tmp_path / str(i) / "model.gguf"
+        path.parent.mkdir()
+        path.write_bytes(w.gguf([w.entry("general.name", "str", str(i))], []))
+        with GGUF(path) as file:
+            digests.add(file.digest())
+    assert len(digests) == 2
