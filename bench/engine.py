@@ -26,9 +26,10 @@ from kvcache.core.errors import ConfigError
 from kvcache.core.records import StatePlan
 from kvcache.core.specs import FullAttention
 from kvcache.engine import smollm2, tiny
+from kvcache.engine.chunk import Chunk
 from kvcache.engine.layers_attention import Attention
 from kvcache.engine.model import Model
-from kvcache.engine.runner import Chunk, TorchRunner
+from kvcache.engine.runner import TorchRunner
 
 MODELS: dict[str, Callable[[], Model]] = {
     "smollm2": smollm2.load_model,
@@ -41,6 +42,11 @@ DECODE_STEPS_PER_REPEAT = 4
 MOST_THREADS = 256
 """Far beyond this, thread pools fail in ways that cannot be caught."""
 MOST_REPEATS = 1000
+
+
+def _option(name: str) -> str:
+    """A setting as the command line has it."""
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +64,15 @@ class EngineBench:
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
-            raise ConfigError(f"model is {self.model!r}: choose from {', '.join(MODELS)}")
+            raise ConfigError(f"--model is {self.model!r}: choose from {', '.join(MODELS)}")
         for name in ("threads", "tokens", "budget_tokens", "repeats"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}: it must be above 0")
+                raise ConfigError(f"{_option(name)} is {getattr(self, name)}: it must be above 0")
         for name, most in (("threads", MOST_THREADS), ("repeats", MOST_REPEATS)):
             if getattr(self, name) > most:
-                raise ConfigError(f"{name} is {getattr(self, name)}: at most {most} make sense")
+                raise ConfigError(
+                    f"{_option(name)} is {getattr(self, name)}: at most {most} make sense"
+                )
 
 
 class Paged:
@@ -130,7 +138,7 @@ def run_engine_bench(bench: EngineBench, progress: Callable[[str], None]) -> dic
         model = MODELS[bench.model]()
         if bench.tokens > model.context_tokens:
             raise ConfigError(
-                f"tokens is {bench.tokens}: the model's context has {model.context_tokens}"
+                f"--tokens is {bench.tokens}: the model's context has {model.context_tokens}"
             )
         rng = np.random.default_rng(bench.seed)
         prefill = _measure_prefill(bench, model, rng, progress)

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache import FullAttention, Geometry, Manager, Sparse
+from kvcache import CapacityError, FullAttention, Geometry, Manager, Sparse
 from kvcache.connectors.base import PageRegion
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.driver import Offload
 
 BLOCK, PAGES = 16, 8
-spec = FullAttention(
-    name="kv", layers=1, kv_heads=1, head_dim=1, block_tokens=BLOCK, element_bytes=4
-)
-geometry = Geometry((spec,))
-memory = np.zeros((PAGES, BLOCK), np.int64)  # spec.page_bytes each: K and V, 4 bytes, 16 tokens
+kv = FullAttention(name="kv", layers=1, kv_heads=1, head_dim=1, block_tokens=BLOCK, element_bytes=4)
+geometry = Geometry((kv,))
+memory = np.zeros((PAGES, BLOCK), np.int64)  # kv.page_bytes each: K and V, 4 bytes, 16 tokens
 manager = Manager(geometry, pages=[PAGES], retention=Sparse())
-offload = Offload(
-    manager,
-    CpuConnector(geometry, pages=[64]),
-    [PageRegion(memory.ctypes.data, spec.page_bytes, PAGES)],
-)
+regions = [PageRegion(memory.ctypes.data, kv.page_bytes, PAGES)]
+offload = Offload(manager, CpuConnector(geometry, pages=[64]), regions)
 
 
 def compute(tokens: list[int], start: int, end: int, table: np.ndarray) -> int:
@@ -35,33 +30,41 @@ def compute(tokens: list[int], start: int, end: int, table: np.ndarray) -> int:
     return int(context @ np.arange(1, end + 1) % 1000)
 
 
+def admit(request: int, length: int) -> tuple[int, int]:
+    """Give the request what device and tier have of it: tokens in all, tokens from the device."""
+    for _ in range(10):  # a load that fails makes the next hit shorter
+        hit = offload.lookup(request)  # None: the tier has to ask around
+        grant = hit and manager.allocate(request, length - hit.hit_tokens)  # None: no space now
+        if hit and grant and offload.start_load(request, grant) and not grant.load:
+            return hit.hit_tokens, hit.device_tokens
+        if not offload.drain(timeout_seconds=60.0):  # a real engine computes others meanwhile
+            break
+        if hit and (request, True) in offload.poll():
+            return hit.hit_tokens, hit.device_tokens
+    raise CapacityError("no pages, or no tier: a real engine waits, or preempts another request")
+
+
 def generate(prompt: list[int], count: int) -> tuple[list[int], int, int]:
     """Greedy decoding of one request: its output, tokens hit in all, tokens from the device."""
     tokens = list(prompt)
     request = manager.open(tokens, max_tokens=len(tokens) + count)
-    while True:  # until the hit is on the device; a load that fails makes the next one shorter
-        hit = offload.lookup(request)
-        assert hit is not None  # None: a tier that has to ask around; look up again next step
-        grant = manager.allocate(request, len(tokens) - hit.hit_tokens)
-        assert grant is not None  # None: no space now; wait, or preempt another request
-        started = offload.start_load(request, grant)
-        assert offload.drain(timeout_seconds=60.0)  # a real engine computes others meanwhile
-        if started and (not grant.load or (request, True) in offload.poll()):
-            break
+    hit_tokens, device_tokens = admit(request, len(tokens))
     while len(tokens) < len(prompt) + count:
-        start = manager.info(request).committed
-        grant = manager.allocate(request, len(tokens) - start)
-        assert grant is not None
+        grant = manager.allocate(request, len(tokens) - manager.info(request).committed)
+        if grant is None:
+            raise CapacityError("the pool is full: a real engine preempts another request")
         step = manager.begin_step()
         manager.commit(request, grant.end)
-        tokens.append(compute(tokens, start, grant.end, manager.block_table(request, 0)))
+        token = compute(tokens, grant.start, grant.end, manager.block_table(request, group=0))
         manager.end_step(step)
-        manager.extend(request, tokens[-1:])
+        if grant.end == len(tokens):  # else a part of the prompt is still to be computed
+            tokens.append(token)
+            manager.extend(request, [token])
         offload.end_of_step()
-    offload.release(request)
+    offload.forget(request)
     manager.finish(request)
     offload.drain(timeout_seconds=10.0)
-    return tokens[len(prompt) :], hit.hit_tokens, hit.device_tokens
+    return tokens[len(prompt) :], hit_tokens, device_tokens
 
 
 if __name__ == "__main__":

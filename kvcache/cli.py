@@ -140,7 +140,10 @@ def _report(error: KVCacheError | OSError | ModuleNotFoundError) -> int:
     extra = EXTRAS.get(error.name or "")
     if extra is None:
         raise error
-    _say(f"{error.name} is not installed: pip install 'kvcache[{extra}]'")
+    _say(
+        f"{error.name} is not installed: pip install 'kvcache[{extra}]', or in a checkout"
+        f" pip install '.[{extra}]'"
+    )
     return FAILED
 
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,23 @@ import pytest
 import torch
 
 from kvcache import ConfigError
-from kvcache.bench.demo import DemoSettings, Kit, Played, Player, Turn, load_kit, write_script
+from kvcache.bench.demo import (
+    DemoSettings,
+    Kit,
+    Played,
+    Player,
+    Turn,
+    answer,
+    load_kit,
+    write_script,
+)
+from kvcache.bench.demo.play import Together
 from kvcache.bench.demo.report import compare, speedups
 from kvcache.cli import main
 from kvcache.commands import demo as verb
+from kvcache.engine.chunk import Chunk
 from kvcache.engine.request import Usage
+from kvcache.engine.runner import TorchRunner
 from kvcache.engine.smollm2 import load_model, load_tokenizer
 
 torch.set_num_threads(1)
@@ -37,6 +51,7 @@ def test_the_three_modes_say_the_same(quick: dict[str, Any]) -> None:
     said = [[t["output"] for t in mode["turns"]] for mode in quick["modes"].values()]
     assert said[0] == said[1] == said[2]
     assert [(o["mode"], o["identical"]) for o in quick["outputs"]] == [
+        ("recompute", True),
         ("offload", True),
         ("everything", True),
     ]
@@ -85,8 +100,8 @@ def test_json_is_one_object_and_nothing_else(
 def test_the_table_has_a_column_for_each_mode(quick: dict[str, Any]) -> None:
     lines = verb.render(quick).splitlines()
     assert lines[0].split() == ["recompute", "offload", "everything"]
-    assert len({len(line) for line in lines[:11]}) == 1
-    assert lines[10].split()[-3:] == ["reference", "identical", "identical"]
+    assert len({len(line) for line in lines[:12]}) == 1
+    assert lines[11].split()[-3:] == ["reference", "identical", "identical"]
     assert "With 327 to 327 shared and 32 new tokens" in lines[-1]
 
 
@@ -131,10 +146,31 @@ def test_bad_input_is_one_line_and_exit_2(
     assert not Path("demo.json").exists()
 
 
-def test_a_full_disk_is_said_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_said_and_exit_2_after_the_result(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     args = ["--quick", "--sessions", "1", "--turns", "1", "--output", "/dev/full"]
     assert main(["demo", *args]) == 2
-    assert "/dev/full: No space left on device" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "/dev/full: No space left on device" in err
+    assert "identical" in out
+    assert "figures of every turn" not in out
+    assert main(["demo", *args, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["modes"]
+
+
+def test_no_memory_is_one_line_and_exit_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(*_: object) -> Turn:
+        raise MemoryError
+
+    monkeypatch.setattr(Player, "ask", ask)
+    assert main(["demo", "--quick", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvcache: out of memory")
+    assert err.count("\n") == 1
 
 
 def turn(output: list[int], gaps: list[float], *, host: int = 0, seconds: float = 1.0) -> Turn:
@@ -143,6 +179,10 @@ def turn(output: list[int], gaps: list[float], *, host: int = 0, seconds: float 
 
 def played(*turns: Turn) -> Played:
     return Played("mode", 0, 0, list(turns))
+
+
+def with_together(reference: Played, output: list[int]) -> Played:
+    return replace(reference, together=Together(1.0, [output]))
 
 
 def test_a_tie_is_told_from_a_difference() -> None:
@@ -157,6 +197,42 @@ def test_a_tie_is_told_from_a_difference() -> None:
     fault = compare(reference, played(turn([1, 2, 3], []), turn([7, 5], [])))
     assert [d["token"] for d in fault["differences"]] == [0]
     assert not fault["ties"]
+
+
+def test_what_is_asked_together_is_compared_with_the_last_turns() -> None:
+    first, last = turn([1, 2], [5.0, 5.0]), turn([3, 4], [5.0, 0.0001])
+    reference = played(first, last)
+    assert compare(reference, with_together(reference, [3, 4]))["identical"]
+    assert [t["token"] for t in compare(reference, with_together(reference, [3, 9]))["ties"]] == [1]
+    faults = compare(reference, with_together(reference, [1, 2]))["differences"]
+    assert [(d["token"], d["together"]) for d in faults] == [(0, True)]
+
+
+def test_all_sessions_together_are_one_batch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    running: list[int] = []
+    compute = TorchRunner.run
+
+    def counted(self: TorchRunner, chunks: Sequence[Chunk]) -> Any:
+        running.append(len(chunks))
+        return compute(self, chunks)
+
+    monkeypatch.setattr(TorchRunner, "run", counted)
+    path = tmp_path / "demo.json"
+    assert main(["demo", "--quick", "--sessions", "2", "--output", str(path)]) == 0
+    assert max(running) == 2
+    for mode in json.loads(path.read_text())["modes"].values():
+        assert mode["together_seconds"] > 0
+        speed = mode["together_output_tokens_per_second"]
+        assert speed == pytest.approx(2 * 8 / mode["together_seconds"])
+
+
+def test_a_shown_answer_ends_where_it_ends() -> None:
+    kit = load_kit("tiny", 0)
+    end = kit.tokenizer.specials["<|im_end|>"]
+    assert answer(kit, [*b"yes", end, *b"no"]) == "yes"
+    assert answer(kit, [*"caf\u00e9".encode()][:-1]) == "caf"
 
 
 def test_only_restored_turns_count_as_gains() -> None:
@@ -181,7 +257,7 @@ def test_outputs_that_differ_end_with_exit_1(
     args = ["--quick", "--sessions", "1", "--turns", "1", "--output", str(path)]
     assert main(["demo", *args]) == 1
     assert "1 DIFFER" in capsys.readouterr().out
-    assert json.loads(path.read_text())["outputs"][0]["differences"]
+    assert json.loads(path.read_text())["outputs"][1]["differences"]
 
 
 def check_script(kit: Kit, text: Path) -> None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EMBED = Path("examples") / "embed.py"
 
 
@@ -17,9 +19,12 @@ def toy_output(tokens: list[int], count: int) -> list[int]:
     return tokens[-count:]
 
 
-def test_embed_gives_the_right_tokens_from_restored_pages(repo_root: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["-O"]])  # -O: without asserts
+def test_embed_gives_the_right_tokens_from_restored_pages(
+    repo_root: Path, flags: list[str]
+) -> None:
     run = subprocess.run(
-        [sys.executable, str(repo_root / EMBED)],
+        [sys.executable, *flags, str(repo_root / EMBED)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -52,3 +57,4 @@ def test_embed_is_short_and_uses_the_public_api_alone(repo_root: Path) -> None:
         "kvcache.connectors.driver",
     }
     assert "._" not in text
+    assert "assert " not in text  # what a user meets is an error with a text

@@ -1,7 +1,7 @@
 """The demo behind `kvcache demo`: what offload is worth, with a real model. Importing loads torch."""
 
 from kvcache.bench.demo.play import MODES, Played, Player, Turn, play_turns, pool_pages, warm_up
-from kvcache.bench.demo.report import record
+from kvcache.bench.demo.report import answer, record
 from kvcache.bench.demo.script import (
     DemoSettings,
     Kit,
@@ -20,6 +20,7 @@ __all__ = [
     "Player",
     "Script",
     "Turn",
+    "answer",
     "load_kit",
     "own_texts",
     "play_turns",

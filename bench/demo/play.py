@@ -4,9 +4,11 @@
     offload      the same small pool, host memory below it: what was evicted is restored
     everything   a device pool that holds all sessions: the best there can be
 
-Each turn is played on one engine after the other, as the only request and with no transfer in
-flight: a time to first token is that of queue, lookup, load, and prefill of what was not found,
-and a machine that is busy for a while is so for all three.
+Turns of all sessions alternate: the first turn of each, then the second of each, and so on. Each is
+played on one engine after the other, as the only request and with no transfer in flight: a time to
+first token is that of lookup, load, and prefill of what was not found, and a machine that is busy
+for a while is so for all three. At the end the last turn of all sessions is asked once more, all
+together: that is continuous batching, measured by its throughput.
 """
 
 from __future__ import annotations
@@ -62,6 +64,15 @@ class Turn(NamedTuple):
         return max(0, self.shared_tokens - self.usage.cached_tokens)
 
 
+class Together(NamedTuple):
+    """The last turn of all sessions, submitted at one time."""
+
+    seconds: float
+    """From the first submission to the last token."""
+    outputs: list[list[int]]
+    """By session."""
+
+
 @dataclass(slots=True)
 class Played:
     """All turns of one mode."""
@@ -71,8 +82,9 @@ class Played:
     host_bytes: int
     turns: list[Turn] = field(default_factory=list)
     seconds: float = 0.0
-    """Spent on this mode, stores of finished turns included."""
+    """Spent on the turns one by one, stores of finished ones included."""
     host_used_bytes: int = 0
+    together: Together | None = None
 
 
 def pool_pages(
@@ -150,13 +162,8 @@ class Player:
                 gaps.append(float(self._runner.last_gaps[0]))  # the batch has no other chunk
             else:
                 end: Finished = event
-        if end.reason is not Reason.LENGTH:
-            raise ConfigError(
-                f"session {session + 1} could not go on ({end.reason.value}): raise --device-tokens"
-            )
-        if self._offload is not None:
-            self._offload.drain(DRAIN_SECONDS)
-            self.played.host_used_bytes = self._offload.stats().used_bytes
+        _require_whole(session, end.reason)
+        self._settle()
         self.played.seconds += time.perf_counter() - begun
         turn = Turn(
             session, number, shared, end.usage, end.timing.first_token_seconds, output, gaps
@@ -164,10 +171,34 @@ class Player:
         self.played.turns.append(turn)
         return turn
 
+    def ask_together(self, prompts: Sequence[NDArray[np.int32]]) -> None:
+        """Play one turn of each session, all submitted before the first step."""
+        begun = time.perf_counter()
+        ids = [self._engine.add_request(p, max_new_tokens=self._output_tokens) for p in prompts]
+        results = self._engine.run()
+        seconds = time.perf_counter() - begun
+        for session, request in enumerate(ids):
+            _require_whole(session, results[request].reason)
+        self.played.together = Together(seconds, [results[i].tokens for i in ids])
+        self._settle()
+
+    def _settle(self) -> None:
+        """Store what the last request left."""
+        if self._offload is not None:
+            self._offload.drain(DRAIN_SECONDS)
+            self.played.host_used_bytes = self._offload.stats().used_bytes
+
     def close(self) -> None:
         """End transfers, free the host pool."""
         if self._offload is not None:
             self._offload.close()
+
+
+def _require_whole(session: int, reason: Reason) -> None:
+    if reason is not Reason.LENGTH:
+        raise ConfigError(
+            f"session {session + 1} could not go on ({reason.value}): raise --device-tokens"
+        )
 
 
 def play_turns(
@@ -175,13 +206,13 @@ def play_turns(
     kit: Kit,
     script: Script,
     *,
-    begins: Callable[[str, int, int], None],
+    begins: Callable[[str], None],
     ended: Callable[[Sequence[Turn]], None],
 ) -> list[Played]:
-    """All turns of all sessions, round by round, in every mode.
+    """All turns of all sessions, round by round, then the last ones together, in every mode.
 
     Args:
-        begins: told of mode, session and number of what is played next.
+        begins: told what is played next.
         ended: told of each turn, with one entry for each mode.
     """
     with ExitStack() as stack:
@@ -189,6 +220,7 @@ def play_turns(
         for player in players:
             stack.callback(player.close)
         histories = list(script.openings)
+        prompts = list(histories)
         for number in range(settings.turns):
             for session in range(settings.sessions):
                 shared = 0
@@ -197,14 +229,18 @@ def play_turns(
                     shared = len(histories[session]) - 1
                     said = script.follow_ups[session][number - 1]
                     histories[session] = np.concatenate([histories[session], said])
+                prompts[session] = histories[session]
                 turns = []
                 for player in players:
-                    begins(player.played.mode, session, number)
-                    turns.append(player.ask(histories[session], session, number, shared))
+                    begins(f"turn {number + 1} session {session + 1}: {player.played.mode}")
+                    turns.append(player.ask(prompts[session], session, number, shared))
                 # The reference's answer in every history: all modes see the same prompts.
                 answer = np.array(turns[0].output, np.int32)
                 histories[session] = np.concatenate([histories[session], answer])
                 ended(turns)
+        for player in players:
+            begins(f"all sessions together: {player.played.mode}")
+            player.ask_together(prompts)
     return [player.played for player in players]
 
 

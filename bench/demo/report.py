@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from statistics import median
 from typing import Any
 
 import kvcache
 from kvcache.bench.demo.play import Played
 from kvcache.bench.demo.script import DemoSettings, Kit
-from kvcache.engine.tokenizer import decode
+from kvcache.engine.chat import end_of_answer
+from kvcache.engine.tokenizer import StreamDecoder
 
 TIE_GAP = 1e-3
 """Greedy outputs may part where the reference's two best logits are closer than this: sums of
@@ -17,16 +19,24 @@ fp32 products depend in their last bits on how a prompt is cut into chunks."""
 
 
 def compare(reference: Played, other: Played) -> dict[str, Any]:
-    """Outputs turn by turn: `equal`, a `tie` (see `TIE_GAP`), or a difference that is a fault."""
+    """Outputs turn by turn: `equal`, a `tie` (see `TIE_GAP`), or a difference that is a fault.
+
+    What was asked together is compared with the reference's last turns.
+    """
     ties: list[dict[str, Any]] = []
     faults: list[dict[str, Any]] = []
-    for wanted, got in zip(reference.turns, other.turns, strict=True):
-        at = next((i for i, t in enumerate(wanted.output) if got.output[i] != t), None)
+    played = [(a, b.output, False) for a, b in zip(reference.turns, other.turns, strict=True)]
+    last = {turn.session: turn for turn in reference.turns}
+    together = enumerate(other.together.outputs if other.together else ())
+    played += [(last[session], output, True) for session, output in together]
+    for wanted, output, at_once in played:
+        at = next((i for i, t in enumerate(wanted.output) if output[i] != t), None)
         if at is None:
             continue
         entry = {
             "session": wanted.session + 1,
             "turn": wanted.number + 1,
+            "together": at_once,
             "token": at,
             "reference_gap": wanted.gaps[at],
         }
@@ -44,6 +54,7 @@ def summarize(played: Played) -> dict[str, Any]:
     first = [t.first_token_seconds for t in played.turns if t.number == 0]
     returning = [t.first_token_seconds for t in played.turns if t.number > 0]
     outputs = sum(t.usage.output_tokens for t in played.turns)
+    together = played.together
     return {
         "first_turn_ttft_seconds": median(first),
         "returning_ttft_seconds": median(returning) if returning else None,
@@ -55,6 +66,10 @@ def summarize(played: Played) -> dict[str, Any]:
         "output_tokens": outputs,
         "output_tokens_per_second": outputs / played.seconds,
         "wall_seconds": played.seconds,
+        "together_seconds": together.seconds if together else None,
+        "together_output_tokens_per_second": (
+            sum(map(len, together.outputs)) / together.seconds if together else None
+        ),
         "device_pool_bytes": played.device_bytes,
         "host_pool_bytes": played.host_bytes,
         "host_used_bytes": played.host_used_bytes,
@@ -80,8 +95,10 @@ def record(settings: DemoSettings, kit: Kit, modes: Sequence[Played]) -> dict[st
         "version": kvcache.__version__,
         "model": kit.model.name,
         "note": kit.note,
-        "how": "time to first token at the engine, from add_request to the first token; one request"
-        " at a time, no transfer in flight; each turn in all modes one after the other; medians",
+        "how": "turns of all sessions alternate; time to first token at the engine, from"
+        " add_request to the first token; one request at a time, no transfer in flight; each turn"
+        " in all modes one after the other; medians; together_*: the last turn of all sessions once"
+        " more, submitted at one time (continuous batching)",
         "sessions": settings.sessions,
         "turns": settings.turns,
         "seed": settings.seed,
@@ -94,9 +111,16 @@ def record(settings: DemoSettings, kit: Kit, modes: Sequence[Played]) -> dict[st
             "median": median(gains) if gains else None,
             "least": min(gains, default=None),
         },
-        "outputs": [compare(modes[0], other) for other in modes[1:]],
+        "outputs": [compare(modes[0], mode) for mode in modes],
         "modes": {p.mode: summarize(p) | {"turns": _turn_rows(p, kit)} for p in modes},
     }
+
+
+def answer(kit: Kit, output: Sequence[int]) -> str:
+    """Text of an output up to the end of the answer, without a character that is cut in two."""
+    ends = end_of_answer(kit.tokenizer)
+    shown = takewhile(lambda token: token not in ends, output)
+    return "".join(map(StreamDecoder(kit.tokenizer).push, shown))
 
 
 def _turn_rows(played: Played, kit: Kit) -> list[dict[str, Any]]:
@@ -110,7 +134,7 @@ def _turn_rows(played: Played, kit: Kit) -> list[dict[str, Any]]:
             "restored_tokens": t.usage.host_tokens,
             "recomputed_tokens": t.recomputed_tokens,
             "ttft_seconds": t.first_token_seconds,
-            "output": decode(kit.tokenizer, t.output),
+            "output": answer(kit, t.output),
         }
         for t in played.turns
     ]

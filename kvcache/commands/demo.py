@@ -20,8 +20,9 @@ if TYPE_CHECKING:  # its module loads torch
     from kvcache.bench.demo import DemoSettings, Kit, Turn
 
 HELP = (
-    "Plays interleaved multi-turn sessions over text files on a small model whose device pool holds"
-    " only part of them: recomputed, restored from host memory, and with a pool that holds all."
+    "Plays multi-turn sessions over text files on a small model whose device pool holds only part of"
+    " them: recomputed, restored from host memory, and with a pool that holds all. Turns of all"
+    " sessions alternate, one request at a time; then the last turn of all is asked at once."
 )
 
 QUICK = {"sessions": 3, "turns": 2, "prompt_tokens": 320}
@@ -95,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
         demo.warm_up(kit)
         say(f"\nseconds to the first token{'':17}" + "".join(f"{m:>12}" for m in demo.MODES))
 
-        def begins(mode: str, session: int, number: int) -> None:
-            progress.update(f"turn {number + 1} session {session + 1}: {mode} ...")
+        def begins(what: str) -> None:
+            progress.update(f"{what} ...")
 
         def ended(turns: Sequence[Turn]) -> None:
             progress.close()
@@ -104,11 +105,13 @@ def run(args: argparse.Namespace) -> int:
 
         modes = demo.play_turns(settings, kit, script, begins=begins, ended=ended)
     result = demo.record(settings, kit, modes)
-    write_atomically(args.output, as_json(result))
     if args.json:
         emit_json(result)
     else:
-        say(f"\n{render(result)}\n\nfigures of every turn: {args.output}")
+        say(f"\n{render(result)}")
+    # After what is printed: a disk that is full by now does not take the result along.
+    write_atomically(args.output, as_json(result))
+    say(f"\nfigures of every turn: {args.output}")
     return 1 if any(o["differences"] for o in result["outputs"]) else 0
 
 
@@ -123,18 +126,19 @@ def _introduce(settings: DemoSettings, kit: Kit, say: Callable[[str], None]) -> 
         f" {settings.session_tokens:,} tokens each at the end; pages of"
         f" {', '.join(f'{g.page_bytes / 1024:,.0f} KiB ({g.name})' for g in geometry.groups)}"
     )
+    say("Turns of all sessions alternate, one request at a time.")
 
 
 def _line(turns: Sequence[Turn], kit: Kit) -> str:
     """One turn in all modes, and the beginning of the answer."""
-    from kvcache.engine.tokenizer import decode  # noqa: PLC0415
+    from kvcache.bench.demo import answer  # noqa: PLC0415
 
     first = turns[0]
     return (
         f"  turn {first.number + 1} session {first.session + 1}, prompt"
         f" {first.usage.prompt_tokens:5} tokens:    "
         + "".join(f"{turn.first_token_seconds:12.3f}" for turn in turns)
-        + f"  {decode(kit.tokenizer, first.output)[:40]!r}"
+        + f"  {answer(kit, first.output)[:40]!r}"
     )
 
 
@@ -149,6 +153,7 @@ def render(result: dict[str, Any]) -> str:
         ("tokens restored from host", "restored_tokens", "{:,}"),
         ("tokens found on the device", "device_hit_tokens", "{:,}"),
         ("output tokens per second", "output_tokens_per_second", "{:.2f}"),
+        ("... all sessions at once", "together_output_tokens_per_second", "{:.2f}"),
         ("wall time", "wall_seconds", "{:.1f} s"),
         ("device pool", "device_pool_bytes", "{:.1f} MiB"),
         ("host pool", "host_pool_bytes", "{:.1f} MiB"),
@@ -158,7 +163,8 @@ def render(result: dict[str, Any]) -> str:
             values = [v / MIB for v in values]
         rows.append((label, *("-" if v is None else form.format(v) for v in values)))
     same = {o["mode"]: o for o in result["outputs"]}
-    rows.append(("outputs", *(_verdict(same.get(mode)) for mode in modes)))
+    reference = next(iter(modes))
+    rows.append(("outputs", *(_verdict(same[m], reference=m == reference) for m in modes)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(
@@ -179,9 +185,9 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _verdict(comparison: dict[str, Any] | None) -> str:
-    if comparison is None:
-        return "reference"
+def _verdict(comparison: dict[str, Any], *, reference: bool) -> str:
     if comparison["differences"]:
         return f"{len(comparison['differences'])} DIFFER"
-    return f"{len(comparison['ties'])} ties" if comparison["ties"] else "identical"
+    if comparison["ties"]:
+        return f"{len(comparison['ties'])} ties"
+    return "reference" if reference else "identical"

@@ -1,13 +1,15 @@
-"""What a scheduler hands to a runner."""
+"""What a scheduler hands to a runner, and what a runner is. Loads no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.layout import Geometry
 from kvcache.core.records import StatePlan
 
 
@@ -26,3 +28,24 @@ class Chunk:
     def end(self) -> int:
         """One past the last token: the length of the context that the last token sees."""
         return self.start + len(self.tokens)
+
+
+class Runner(Protocol):
+    """Computes chunks against page memory that it owns."""
+
+    geometry: Geometry
+    vocab_size: int
+    context_tokens: int
+
+    def run(self, chunks: Sequence[Chunk]) -> NDArray[np.int32]:
+        """Compute all chunks of a step.
+
+        Writes the pages that the chunks name for their tokens and states, and no others: a page
+        that a chunk only reads may be shared.
+
+        Returns:
+            The greedy next token after each chunk's last token.
+
+        Raises:
+            InputError: a token or a context out of range; nothing was written.
+        """

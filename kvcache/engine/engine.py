@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +21,11 @@ from kvcache.core.errors import CapacityError, ConfigError, HandleError, InputEr
 from kvcache.core.hashing import as_tokens
 from kvcache.core.manager import Manager
 from kvcache.core.specs import FullAttention
-from kvcache.engine.chunk import Chunk
+from kvcache.engine.chunk import Chunk, Runner
 from kvcache.engine.request import (
     Event,
     Finished,
+    PageTable,
     Reason,
     Request,
     Result,
@@ -34,10 +34,6 @@ from kvcache.engine.request import (
     Token,
 )
 from kvcache.engine.scheduler import Counters, Scheduler, Work
-
-if TYPE_CHECKING:  # its module loads torch, which other runners do without
-    from kvcache.engine.runner import Runner
-
 
 MAX_WAIT_SECONDS = 86_400.0
 
@@ -53,7 +49,7 @@ class EngineSettings:
     max_waiting: int = 4096
     """Most requests that wait for their turn; more are refused."""
     idle_wait_seconds: float = 0.002
-    """How long one step waits for transfers when it has nothing to compute."""
+    """How long one step waits for transfers or pages when it has nothing to compute."""
     stall_seconds: float = 60.0
     """After so long without any progress the oldest request is given up."""
     debug: bool = False
@@ -89,6 +85,8 @@ class Engine:
     ) -> None:
         if runner.geometry != manager.geometry:
             raise ConfigError("the runner and the manager were built for different geometries")
+        if offload is not None and offload.manager is not manager:
+            raise ConfigError("the offload was made for another manager: give both the same one")
         self.settings = settings or EngineSettings()
         self.scheduler = Scheduler(
             manager,
@@ -225,8 +223,8 @@ class Engine:
     def step(self) -> list[Event]:
         """Compute one batch; returns what happened since the last call.
 
-        Returns at once unless there is nothing to compute and a transfer is awaited: then after
-        `idle_wait_seconds` at most. If the runner raises, the requests of its batch end with
+        Returns at once unless there is nothing to compute and a transfer or a page is awaited: then
+        after `idle_wait_seconds` at most. If the runner raises, the requests of its batch end with
         `Reason.ERROR`, and the exception goes on.
         """
         preempted = self.counters.preemptions
@@ -298,7 +296,7 @@ class Engine:
             tokens=request.tokens[work.start : work.end],
             start=work.start,
             tables=[
-                manager.block_table(request.id, g) if attention else None
+                self._table(request, g, work.end) if attention else None
                 for g, attention in enumerate(self._attention)
             ],
             states=[
@@ -306,6 +304,16 @@ class Engine:
                 for g, attention in enumerate(self._attention)
             ],
         )
+
+    def _table(self, request: Request, group: int, end: int) -> NDArray[np.int32]:
+        """Pages up to token `end`. Copies only those that came since the last call."""
+        block = self._manager.geometry.block_tokens[group]
+        if group not in request.tables:
+            request.tables[group] = PageTable(-(-len(request.tokens) // block))
+        table = request.tables[group]
+        if -(-end // block) > len(table):
+            table.append(self._manager.block_table(request.id, group, len(table)))
+        return table.pages
 
     def _take(self, work: Work, token: int, now: float) -> None:
         request, counters = work.request, self.counters
@@ -336,14 +344,18 @@ class Engine:
         self._events.append(Finished(request.id, reason, request.usage(), timing))
 
     def _idle(self) -> None:
-        """Nothing could be computed: wait for transfers, or give up a request that never can."""
+        """Nothing could be computed: wait for transfers, or for pages that are held from outside.
+
+        A request that waits too long is given up.
+        """
         now = time.perf_counter()
         if self._idle_since is None:
             self._idle_since = now
-        elif self._offload is None or now - self._idle_since > self.settings.stall_seconds:
-            # Without a tier nothing comes free between two steps: pages are held from outside.
+        elif now - self._idle_since > self.settings.stall_seconds:
             self._idle_since = None
             self._close(min(self._requests.values(), key=lambda r: r.order), Reason.STALLED)
             return
         if self._offload is not None:
             self._offload.wait(self.settings.idle_wait_seconds)
+        else:
+            time.sleep(self.settings.idle_wait_seconds)

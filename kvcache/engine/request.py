@@ -93,6 +93,29 @@ class Result(NamedTuple):
     timing: Timing
 
 
+class PageTable:
+    """Pages of one request in one attention group; grows with the request, to `blocks` at most."""
+
+    __slots__ = ("_buffer", "_length")
+
+    def __init__(self, blocks: int) -> None:
+        self._buffer = np.empty(blocks, np.int32)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, pages: NDArray[np.int32]) -> None:
+        """The pages that follow."""
+        self._buffer[self._length : self._length + len(pages)] = pages
+        self._length += len(pages)
+
+    @property
+    def pages(self) -> NDArray[np.int32]:
+        """All of them: a view, which later appends leave as it is."""
+        return self._buffer[: self._length]
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Mutable state of one request. Owned by the scheduler's thread."""
@@ -123,6 +146,10 @@ class Request:
     first_token: float = 0.0
     adopting: tuple[int, int] = field(default=(0, 0))
     """Device and tier tokens of the hit that a load in flight completes."""
+    awaits: Request | None = None
+    """While it waits: the request whose load brings what it needs. Not looked at until that ends."""
+    tables: dict[int, PageTable] = field(default_factory=dict)
+    """By group: the pages that the runner was told of. An entry never changes while they are held."""
 
     @property
     def remaining(self) -> int:
@@ -142,6 +169,13 @@ class Request:
         if not self.admitted:
             self.admitted = True
             self.device_tokens, self.host_tokens = device_tokens, host_tokens
+
+    def lose_pages(self) -> None:
+        """It holds no pages any more and waits to be looked up again."""
+        self.computed = self.granted = 0
+        self.tables = {}
+        self.status = Status.WAITING
+        self.needs_budget = False
 
     def advance(self, end: int) -> None:
         """The tokens up to `end` were computed."""

@@ -1,9 +1,8 @@
-"""Runners compute the chunks of one step. The scheduler knows only the protocol."""
+"""The runner that computes with torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,36 +10,12 @@ from numpy.typing import NDArray
 
 from kvcache.connectors.base import PageRegion
 from kvcache.core.errors import InputError, MisuseError
-from kvcache.core.layout import Geometry
 from kvcache.core.records import StatePlan
 from kvcache.core.specs import FullAttention
 from kvcache.engine.batch import make_batch
 from kvcache.engine.chunk import Chunk
 from kvcache.engine.model import Model
 from kvcache.engine.storage import PagedStorage
-
-__all__ = ["Chunk", "Runner", "TorchRunner"]
-
-
-class Runner(Protocol):
-    """Computes chunks against page memory that it owns."""
-
-    geometry: Geometry
-    vocab_size: int
-    context_tokens: int
-
-    def run(self, chunks: Sequence[Chunk]) -> NDArray[np.int32]:
-        """Compute all chunks of a step.
-
-        Writes the pages that the chunks name for their tokens and states, and no others: a page
-        that a chunk only reads may be shared.
-
-        Returns:
-            The greedy next token after each chunk's last token.
-
-        Raises:
-            InputError: a token or a context out of range; nothing was written.
-        """
 
 
 class TorchRunner:
@@ -77,7 +52,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> NDArray[np.int32]:
-        """See `Runner`. `MisuseError` for page numbers or state plans that cannot be."""
+        """See `chunk.Runner`. `MisuseError` for page numbers or state plans that cannot be."""
         if not chunks:
             return np.empty(0, np.int32)
         for chunk in chunks:

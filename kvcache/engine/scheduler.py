@@ -15,12 +15,14 @@ Rules, each with the reason that keeps the engine from standing still:
 * While a running request is blocked, nothing younger allocates and nothing is admitted.
 * A waiting request is admitted in order of arrival. It is passed over only while it would compute
   what a request in this step or a load is about to give it, or while a tier does not know yet.
+* A step does a bounded number of lookups. One that waits for a load is not looked up, and holds
+  nothing in the tier, until that load has ended; where the others are too many, the next step goes
+  on where this one stopped.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +32,9 @@ from kvcache.core.manager import Manager
 from kvcache.core.records import Grant, Hit
 from kvcache.core.specs import FullAttention
 from kvcache.engine.request import Request, Status
+
+MAX_LOOKUPS = 64
+"""In one step; more waiting requests have their turn in the next one."""
 
 
 class Work(NamedTuple):
@@ -93,6 +98,8 @@ class Scheduler:
         self._groups = range(len(manager.geometry.groups))
         self._refused: Request | None = None
         self._refused_at: list[int] = []
+        self._resume_at = 0
+        """Rank of arrival with which the next admission begins."""
 
     @property
     def busy(self) -> bool:
@@ -109,12 +116,13 @@ class Scheduler:
         """Take a request out, in any state. The caller closes it in the manager right after."""
         if request.status is Status.LOADING:
             del self.loading[request.id]
+            self._wake(request)
         else:
             (self.waiting if request.status is Status.WAITING else self.running).remove(request)
         request.status = Status.DONE
         self._refused = None
         if self._offload is not None:
-            self._offload.release(request.id)
+            self._offload.forget(request.id)
 
     def preempt(self, request: Request) -> None:
         """Take the pages of a running request; it keeps its tokens and is looked up again."""
@@ -126,9 +134,7 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _wait_again(self, request: Request) -> None:
-        request.computed = request.granted = 0
-        request.status = Status.WAITING
-        request.needs_budget = False
+        request.lose_pages()
         insort(self.waiting, request, key=_age)
         self._refused = None
 
@@ -140,12 +146,19 @@ class Scheduler:
             if request is None:
                 continue
             ended += 1
+            self._wake(request)
             if ok:
                 self._run(request, *request.adopting)
             else:
                 self.counters.failed_loads += 1
                 self._wait_again(request)
         return ended
+
+    def _wake(self, loaded: Request) -> None:
+        """Its load has ended: who waited for it is looked up again."""
+        for request in self.waiting:
+            if request.awaits is loaded:
+                request.awaits = None
 
     def _run(self, request: Request, device_tokens: int, host_tokens: int) -> None:
         request.adopt(device_tokens, host_tokens)
@@ -233,13 +246,16 @@ class Scheduler:
     # ---- admission -----------------------------------------------------------------------------
 
     def _admit(self, batch: list[Work], budget: int, *, prefilling: bool) -> None:
-        for request in list(self.waiting):
-            if len(self.running) + len(self.loading) >= self._max_requests:
+        lookups = 0
+        for request in self._candidates():
+            if request.awaits is not None:
+                continue
+            if self._is_blocked(request, budget):
                 return
-            if request is self._refused and self._still_full():
+            if lookups == MAX_LOOKUPS:
+                self._resume_at = request.order
                 return
-            if budget < 1 and (self._offload is None or request.needs_budget):
-                return
+            lookups += 1
             hit = self._lookup(request)
             if hit is None:
                 continue
@@ -251,11 +267,8 @@ class Scheduler:
             end = self._chunk_end(request, hit.hit_tokens, budget, share=prefilling)
             if end == hit.hit_tokens and request.needs_budget:
                 return
-            grant = None
-            if self._has_room(request, hit):
-                grant = self._grant(request, hit.hit_tokens, max(end, hit.hit_tokens + 1))
+            grant = self._first_grant(request, hit, end)
             if grant is None:
-                self._refused, self._refused_at = request, self._reclaimable()
                 return
             self.waiting.remove(request)
             if self._offload is not None and not self._offload.start_load(request.id, grant):
@@ -268,6 +281,20 @@ class Scheduler:
             budget -= self._commit(batch, request, grant)
             prefilling = True
 
+    def _candidates(self) -> list[Request]:
+        """Who waits, oldest first; after a step with too many, beginning where it stopped."""
+        first = bisect_left(self.waiting, self._resume_at, key=_age)
+        self._resume_at = 0
+        return self.waiting[first:] + self.waiting[:first]
+
+    def _is_blocked(self, request: Request, budget: int) -> bool:
+        """Whether neither this request nor a younger one can start, as far as is known already."""
+        if len(self.running) + len(self.loading) >= self._max_requests:
+            return True
+        if request is self._refused and self._still_full():
+            return True
+        return budget < 1 and (self._offload is None or request.needs_budget)
+
     def _still_full(self) -> bool:
         """No page came free since a request was refused: asking again would change nothing."""
         if not (self.running or self.loading):
@@ -275,21 +302,34 @@ class Scheduler:
         now = self._reclaimable()
         return all(n <= m for n, m in zip(now, self._refused_at, strict=True))
 
+    def _first_grant(self, request: Request, hit: Hit, end: int) -> Grant | None:
+        """None: there are no pages for it; it is not asked again before some come free."""
+        if self._has_room(request, hit):
+            grant = self._grant(request, hit.hit_tokens, max(end, hit.hit_tokens + 1))
+            if grant is not None:
+                return grant
+        self._refused, self._refused_at = request, self._reclaimable()
+        return None
+
     def _lookup(self, request: Request) -> Hit | None:
         if self._offload is None:
             return self._manager.lookup(request.id)
         return self._offload.lookup(request.id)
 
-    def _comes_by_itself(self, request: Request, hit: Hit, batch: Sequence[Work]) -> bool:
-        """Whether this step or a load in flight writes more of the prompt than is there now."""
-        if hit.pending_tokens > hit.hit_tokens and (batch or self.loading):
-            return True
-        if request.needs_budget:
-            return False
-        return any(
-            self._common(request, other, min(hit.hit_tokens, other.granted)) > hit.device_tokens
-            for other in self.loading.values()
-        )
+    def _comes_by_itself(self, request: Request, hit: Hit, batch: list[Work]) -> bool:
+        """Whether a load in flight or this step brings more of the prompt than is there now.
+
+        If it is a load, the request waits for its end, and the tier lets go what it held for it:
+        after the load it is on the device.
+        """
+        most = max(hit.hit_tokens, hit.pending_tokens)
+        for other in self.loading.values() if most > hit.device_tokens else ():
+            if self._common(request, other, min(most, other.granted)) > hit.device_tokens:
+                request.awaits = other
+                if self._offload is not None:
+                    self._offload.release(request.id)
+                return True
+        return hit.pending_tokens > hit.hit_tokens and bool(batch or self.loading)
 
     def _common(self, one: Request, other: Request, limit: int) -> int:
         """Tokens of the common prefix, at most `limit`, in whole hash units.
@@ -318,12 +358,14 @@ class Scheduler:
         admitted = [*self.running, *self.loading.values()]
         if not admitted:
             return True
-        for g in self._groups:
-            spec = self._manager.geometry.groups[g]
+        # Pages of the hit cost nothing where an admitted request holds them already; cached ones
+        # count as free, and are not any more once they are adopted.
+        shared = max(self._common(request, r, min(hit.device_tokens, r.granted)) for r in admitted)
+        for g, spec in enumerate(self._manager.geometry.groups):
             if not isinstance(spec, FullAttention):
                 continue
             block = spec.block_tokens
-            need = -(-request.known // block) - hit.device_tokens // block
+            need = -(-request.known // block) - shared // block
             need += sum(-(-r.known // block) - -(-r.granted // block) for r in admitted)
             stats = self._manager.pool_stats(g)
             if need > stats.capacity - stats.held:

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from kvcache.core.records import StatePlan
 from kvcache.core.specs import FullAttention
+from kvcache.engine.chunk import Chunk
 from kvcache.engine.model import Model
-from kvcache.engine.runner import Chunk, TorchRunner
+from kvcache.engine.runner import TorchRunner
 
 
 class Request:

@@ -56,12 +56,15 @@ def test_the_engine_bench_has_a_form_for_people() -> None:
     ("arguments", "message"),
     [
         (("nothing",), "nothing"),
-        (("engine", "--model", "huge"), "model is 'huge': choose from smollm2, tiny"),
-        (("engine", *SMALL[:2], "--tokens", "0"), "tokens is 0: it must be above 0"),
-        (("engine", *SMALL[:2], "--tokens", "99999"), "the model's context has 32768"),
-        (("engine", *SMALL[:2], "--threads", "-1"), "threads is -1"),
-        (("engine", *SMALL[:2], "--threads", "100000"), "threads is 100000: at most 256"),
-        (("engine", *SMALL[:2], "--repeats", "1000000"), "repeats is 1000000: at most 1000"),
+        (("engine", "--model", "huge"), "--model is 'huge': choose from smollm2, tiny"),
+        (("engine", *SMALL[:2], "--tokens", "0"), "--tokens is 0: it must be above 0"),
+        (
+            ("engine", *SMALL[:2], "--tokens", "99999"),
+            "--tokens is 99999: the model's context has 32768",
+        ),
+        (("engine", *SMALL[:2], "--threads", "-1"), "--threads is -1"),
+        (("engine", *SMALL[:2], "--threads", "100000"), "--threads is 100000: at most 256"),
+        (("engine", *SMALL[:2], "--repeats", "1000000"), "--repeats is 1000000: at most 1000"),
         (("engine", *SMALL[:2], "--repeats", "x"), "x"),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine.stamp_runner import VOCAB, StampRunner, expected_output, stamp_geometry
+from numpy.typing import NDArray
 
 from kvcache import ConfigError, Dense, Manager, Sparse
 from kvcache.core.records import Hit
@@ -14,6 +15,7 @@ from kvcache.core.retain import RetentionPolicy
 from kvcache.engine.chunk import Chunk
 from kvcache.engine.engine import Engine, EngineSettings
 from kvcache.engine.request import Finished, Status, Token
+from kvcache.engine.scheduler import MAX_LOOKUPS
 
 
 class CountingManager(Manager):
@@ -330,3 +332,77 @@ def test_the_runner_reads_only_what_was_written_before_the_step() -> None:
     chunk = Chunk(tokens=np.arange(4, dtype=np.int32), start=16, tables=[table], states=[None])
     with pytest.raises(AssertionError, match="KV of other positions"):
         runner.run([chunk])
+
+
+def test_a_step_looks_up_a_bounded_number_and_the_next_one_goes_on() -> None:
+    engine, manager, runner = make([60], token_budget=72, max_requests=3)
+    shared = tokens(640, 1)
+    leader = engine.add_request(shared, max_new_tokens=1)
+    twins = [engine.add_request([*shared, i], max_new_tokens=1) for i in range(2 * MAX_LOOKUPS)]
+    small = engine.add_request(tokens(5, 2), max_new_tokens=1)
+    ended: list[int] = []
+    while small not in ended:
+        before = manager.lookups
+        ended += [e.request for e in engine.step() if isinstance(e, Finished)]
+        assert manager.lookups - before <= MAX_LOOKUPS
+    assert ended == [small]
+    assert len(runner.steps) == 3
+    results = engine.run()
+    assert set(results) == {leader, *twins}
+    assert all(results[i].usage.cached_tokens == 640 for i in twins)
+
+
+def test_cached_pages_of_a_hit_are_not_counted_as_free_once_more() -> None:
+    engine, manager, _ = make([16], token_budget=128)
+    prompt = tokens(96, 1)
+    engine.add_request(prompt, max_new_tokens=1)
+    engine.run()
+    older = engine.add_request(tokens(128, 2), max_new_tokens=20)
+    engine.step()
+    stats = manager.pool_stats(0)
+    assert (stats.held, stats.cached) == (8, 6)
+    # Needs 10 pages, of which 6 are cached: once it has those, there are 2 more.
+    returning = engine.add_request([*prompt, *tokens(64, 3)], max_new_tokens=1)
+    engine.step()
+    assert [r.id for r in engine.scheduler.running] == [older]
+    results = engine.run()
+    assert results[returning].usage.device_tokens == 96
+    assert engine.counters.preemptions == 0
+
+
+def test_pages_that_an_admitted_request_holds_cost_a_twin_nothing() -> None:
+    engine, _, _ = make([12], token_budget=200)
+    prompt = tokens(128, 1)
+    first = engine.add_request(prompt, max_new_tokens=30)
+    engine.step()
+    twin = engine.add_request([*prompt, *tokens(20, 2)], max_new_tokens=4)
+    engine.step()
+    assert [r.id for r in engine.scheduler.running] == [first, twin]
+    engine.run()
+
+
+class TableManager(CountingManager):
+    copied_pages = 0
+
+    def block_table(self, handle: int, group: int, first: int = 0) -> NDArray[np.int32]:
+        table = super().block_table(handle, group, first)
+        self.copied_pages += len(table)
+        return table
+
+
+def test_each_page_number_is_copied_once_while_a_request_holds_it() -> None:
+    geometry = stamp_geometry(16)
+    manager = TableManager(geometry, pages=[40], retention=Sparse())
+    runner = StampRunner(geometry, [40])
+    engine = Engine(runner, manager, settings=EngineSettings(token_budget=64, max_requests=4))
+    prompt = tokens(200, 1)
+    request = engine.add_request(prompt, max_new_tokens=100)
+    for _ in range(50):
+        engine.step()
+    assert manager.copied_pages == 16  # 200 + 46 tokens
+    engine.preempt(request)
+    other = engine.add_request(tokens(100, 2), max_new_tokens=2)
+    results = engine.run()
+    assert results[request].tokens == expected_output(prompt, 100)
+    assert results[other].tokens == expected_output(tokens(100, 2), 2)
+    assert manager.copied_pages == 16 + 19 + 7

@@ -1,0 +1,107 @@
+"""An engine on stamped pages, with or without a tier, and what goes wrong in one."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from engine.stamp_runner import VOCAB, StampRunner, stamp_geometry
+
+from kvcache import (
+    Manager,
+    Sparse,
+)
+from kvcache.connectors.cpu import CpuConnector, native_copy
+from kvcache.connectors.driver import Offload
+from kvcache.core.retain import RetentionPolicy
+from kvcache.engine.engine import Engine, EngineSettings
+from kvcache.engine.request import Result
+
+DRAIN_SECONDS = 20.0
+
+
+class Rig(NamedTuple):
+    engine: Engine
+    manager: Manager
+    runner: StampRunner
+    offload: Offload | None
+
+    @property
+    def held(self) -> int:
+        """Pages with a reference, over all groups, once nothing is in flight."""
+        if self.offload is not None:
+            assert self.offload.drain(DRAIN_SECONDS)
+            self.offload.check()
+        self.manager.check()
+        groups = range(len(self.manager.geometry.groups))
+        return sum(self.manager.pool_stats(g).held for g in groups)
+
+
+@contextmanager
+def rig(
+    pages: Sequence[int],
+    *blocks: int,
+    states: int = 0,
+    retention: RetentionPolicy | None = None,
+    tier_pages: Sequence[int] | None = None,
+    tier: dict[str, Any] | None = None,
+    runner_type: type[StampRunner] = StampRunner,
+    **limits: Any,
+) -> Iterator[Rig]:
+    geometry = stamp_geometry(*(blocks or (16,)), states=states)
+    manager = Manager(geometry, pages=pages, retention=retention or Sparse())
+    runner = runner_type(geometry, pages)
+    offload = None
+    if tier_pages is not None:
+        connector = CpuConnector(geometry, pages=tier_pages, **(tier or {}))
+        offload = Offload(manager, connector, runner.regions())
+    settings = EngineSettings(**({"token_budget": 64, "max_requests": 4, "debug": True} | limits))
+    try:
+        yield Rig(Engine(runner, manager, offload, settings=settings), manager, runner, offload)
+    finally:
+        if offload is not None:
+            offload.close()
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(count)]
+
+
+def generate(engine: Engine, prompt: Sequence[int], count: int) -> Result:
+    """One request, to its end."""
+    request = engine.add_request(prompt, max_new_tokens=count)
+    return engine.run()[request]
+
+
+class Gate:
+    """A copy function that waits, with a deadline, until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any) -> None:
+        self.entered.set()
+        assert self.open.wait(DRAIN_SECONDS)
+        native_copy(*args)
+
+
+class Failing:
+    """A copy function whose calls fail when `fails` says so."""
+
+    def __init__(self, fails: Callable[[], bool]) -> None:
+        self.fails = fails
+
+    def __call__(self, *args: Any) -> None:
+        if self.fails():
+            raise OSError("injected")
+        native_copy(*args)
+
+
+def evict_all(rig: Rig) -> None:
+    """Push everything out of the device, not out of the tier's memory."""
+    assert rig.offload is None or rig.offload.drain(DRAIN_SECONDS)
+    rig.manager.clear()

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+
+import pytest
+from engine.rig import Failing, Rig, rig, tokens
+from engine.stamp_runner import VOCAB, expected_output
+
+from kvcache import (
+    Dense,
+    HandleError,
+    Sparse,
+)
+from kvcache.core.retain import RetentionPolicy
+from kvcache.engine.request import Event, Reason, Token
+
+
+class Play:
+    """Random opens, aborts, preempts and steps, with every token checked as it comes."""
+
+    def __init__(self, r: Rig, rng: random.Random) -> None:
+        self.r, self.rng = r, rng
+        self.shared = [tokens(90, -i) for i in range(1, 5)]
+        self.wanted: dict[int, list[int]] = {}
+        self.got: dict[int, list[int]] = {}
+        self.opened = 0
+        self.reasons: dict[Reason, int] = {}
+
+    def take(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Token):
+                self.got[event.request].append(event.token)
+                continue
+            wanted, got = self.wanted.pop(event.request), self.got.pop(event.request)
+            assert got == wanted[: len(got)]
+            assert (event.reason is Reason.LENGTH) == (got == wanted)
+            self.reasons[event.reason] = self.reasons.get(event.reason, 0) + 1
+
+    def act(self) -> None:
+        rng, engine, dice = self.rng, self.r.engine, self.rng.random()
+        if dice < 0.2 and len(self.wanted) < 20:
+            prompt = rng.choice(self.shared)[: rng.randrange(1, 90)]
+            prompt = [*prompt, *(rng.randrange(VOCAB) for _ in range(rng.randrange(10)))]
+            count = rng.randrange(1, 12)
+            request = engine.add_request(prompt, max_new_tokens=count)
+            self.wanted[request] = expected_output(prompt, count)
+            self.got[request] = []
+            self.opened += 1
+        elif dice < 0.28 and self.wanted:
+            request = rng.choice(list(self.wanted))
+            with suppress(HandleError):  # aborted already, its event is still to come
+                (engine.preempt if dice < 0.25 else engine.abort)(request)
+        else:
+            self.take(engine.step())
+
+
+@pytest.mark.parametrize(
+    ("steps", "blocks", "pages", "states", "retention", "tier", "failing"),
+    [
+        (10_000, (16,), [14], 0, Sparse(), None, 0.0),
+        (10_000, (16,), [14, 4], 1, Sparse(32), 10, 0.1),
+        (2_000, (4, 8), [28, 14, 5], 1, Dense(), 3, 0.0),
+        (2_000, (8,), [28, 3, 5], 2, Sparse(), 2, 0.05),
+    ],
+)
+def test_random_steps_leak_no_block(
+    steps: int,
+    blocks: tuple[int, ...],
+    pages: list[int],
+    states: int,
+    retention: RetentionPolicy,
+    tier: int | None,
+    failing: float,
+) -> None:
+    rng, faults = random.Random(steps + len(pages)), random.Random(0)
+    copies = {"copy": Failing(lambda: faults.random() < failing), "batch_bytes": 256}
+    with rig(
+        pages,
+        *blocks,
+        states=states,
+        retention=retention,
+        tier_pages=None if tier is None else [n * tier for n in pages],
+        tier=copies if failing else {"queue_depth": 4},
+        token_budget=rng.choice([11, 40, 200]),
+        debug=False,
+    ) as r:
+        play = Play(r, rng)
+        for step in range(steps):
+            play.act()
+            if step % 97 == 0:
+                r.manager.check()
+        play.take(list(r.engine.stream()))
+        assert not play.wanted
+        assert sum(play.reasons.values()) == play.opened == r.engine.counters.finished_requests
+        assert set(play.reasons) == {Reason.LENGTH, Reason.ABORT}
+        assert r.engine.counters.preemptions > 0
+        assert (r.engine.counters.restored_tokens > 0) == (tier is not None)
+        assert (r.engine.counters.failed_loads > 0) == (failing > 0)
+        assert r.held == 0
+        assert r.manager.stats()[:4] == (0, 0, 0, 0)
