@@ -16,7 +16,8 @@ In one process both sides are held by a `Connector`. Rules, tested for every con
   bytes are there. A failed item is never a wrong byte and never an exception in the engine.
 * Every transfer has a deadline. If it passes while bytes may still be moving, the worker reports
   the transfer once as `late` (no item ok); its pages and slots stay out of use until the final
-  result arrives. If nothing moves (still queued), the worker ends it at once: final, not ok.
+  result arrives. If nothing moves (queued, or between two parts), the worker ends it at once, with
+  a final result, whatever else it has to do.
 * A stored key is visible to `lookup` only after `complete` saw the store's good result.
 * `complete` and `release` ignore, and count, ids that they do not know.
 * No call blocks longer than an index operation takes; only `close` waits, with a timeout.
@@ -109,7 +110,7 @@ class TransferResult:
 
 
 QUEUE_FULL = "QueueFull"
-"""Kind of error of a transfer that a full queue refused; its pages count as dropped."""
+"""Kind of error of a transfer that a full queue refused: nothing is lost, it may be tried again."""
 
 
 def failed(transfer: Transfer, error: str) -> TransferResult:
@@ -143,7 +144,7 @@ class TierStats:
     load_seconds: float = 0.0
     evicted_pages: int = 0
     dropped_store_pages: int = 0
-    """Not stored: tier full of pinned pages, or the queue was full."""
+    """Not stored: the tier was full of pinned pages, or the device evicted them before."""
     failed_pages: int = 0
     late_transfers: int = 0
     unknown_ids: int = 0
@@ -200,7 +201,12 @@ class TierWorker(ABC):
 
     @abstractmethod
     def register(self, regions: Sequence[PageRegion]) -> None:
-        """Names the device pages of each group. Once, before the first `submit`."""
+        """Names the device pages of each group. Once, before the first `submit`.
+
+        Raises:
+            ConfigError: not one region for each group, or pages of another size than the tier's.
+            MisuseError: called twice; and by `submit` where it was not called.
+        """
 
     @abstractmethod
     def submit(self, transfer: Transfer) -> bool:
@@ -218,8 +224,11 @@ class TierWorker(ABC):
         """Block until `poll` would return something or the time is over. For idle engines."""
 
     @abstractmethod
-    def close(self, timeout_seconds: float = 5.0) -> None:
-        """Fails what is queued, waits for what runs, joins threads, frees memory. Idempotent."""
+    def close(self, timeout_seconds: float = 5.0) -> bool:
+        """Fails what is queued, waits for what runs, joins threads, frees memory. Idempotent.
+
+        False: the time was over while a copy ran; its result comes when it ends. Call it again.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@
     submit --> [ stores | | ] --+
 
 A job is cut into batches. Between two batches the thread looks up again: a load that came
-meanwhile overtakes a store, a passed deadline or `close` ends the job. An exception ends its job
+meanwhile overtakes a store, a passed deadline or `close` ends the job, whether or not it would
+have been its turn. An exception ends its job
 with the exception's text; whatever ends the thread itself ends every job the same way, so that
 nobody waits for a result that cannot come.
 """
@@ -176,15 +177,14 @@ class CopyThread:
         """Ends what is overdue: for good where nothing moves, as late where a copy runs."""
         self._notice_death()
         for queue in self._queues.values():
-            overdue = [job for job in queue if job.due <= now and not job.late]
-            for job in overdue:
-                if job is self._running:
+            for job in [job for job in queue if job.due <= now]:
+                if job is not self._running:
+                    queue.remove(job)
+                    self._results.append(job.result(job.overdue()))
+                elif not job.late:
                     job.late = True
                     late = failed(job.transfer, job.overdue())
                     self._results.append(replace(late, late=True))
-                else:
-                    queue.remove(job)
-                    self._results.append(job.result(job.overdue()))
 
     def _notice_death(self) -> None:
         """If the thread is gone without a word, its jobs end here."""

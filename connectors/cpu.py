@@ -166,13 +166,16 @@ class CpuWorker(TierWorker):
         """Until there is a result, or the time is over."""
         return self._thread.wait(timeout_seconds)
 
-    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> bool:
         """Ends every transfer; `poll` still gives their results.
 
-        A copy that does not end within the timeout keeps the host memory mapped until it does.
+        A copy that does not end within the timeout keeps the host memory mapped until it does; the
+        interpreter's exit waits for it once more.
         """
-        self._closing.detach()
-        self._thread.close(timeout_seconds)
+        closed = self._thread.close(timeout_seconds)
+        if closed:
+            self._closing.detach()
+        return closed
 
 
 class CpuConnector(Connector):

@@ -12,7 +12,8 @@
         ...                                          # commit, compute
         manager.end_step(step)
         offload.end_of_step()                        # stores what got a key
-        ...                                          # offload.release(h), then finish/abort/preempt
+        ...                                          # offload.forget(h), then finish or abort;
+                                                     # offload.release(h), then preempt
 
 What the two sides of the connector owe each other (pins, deadlines, results that come late or
 twice) is settled here; the engine only ever sees a request that runs or one that waits.
@@ -20,9 +21,11 @@ twice) is settled here; the engine only ever sees a request that runs or one tha
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +56,23 @@ MAX_STORES = 8
 MAX_FAILED_LOADS = 3
 """After so many a request is computed without the tier, so that it ends whatever the tier does."""
 
+GRACE_SECONDS = 5.0
+"""After its deadline and so long without a result a load is given up here."""
+
+RETRY_SECONDS = 0.01
+"""How often `drain` offers a store again that is refused though none is in flight."""
+
+
+class _Reach(NamedTuple):
+    """How far the pins of a lookup go, because no hit goes further."""
+
+    stored: int
+    """Stores that had ended: later ones may have filled the gap."""
+    keys: list[int]
+    """Of each group: the keys that the request had, ..."""
+    rows: list[int]
+    """... and those among them that are pinned."""
+
 
 @dataclass(slots=True)
 class _Load:
@@ -61,6 +81,9 @@ class _Load:
     handle: int
     load: int
     items: NDArray[np.void]
+    transfer: Transfer
+    due: float
+    """When a worker that says nothing is not waited for any longer."""
     wanted: bool = True
     """The request still waits for it."""
 
@@ -77,8 +100,11 @@ class _Faults:
 class Offload:
     """Loads what a lookup finds in the tier, stores what the manager gives a key.
 
+    A load whose worker says nothing is given up at its deadline (and a grace): the request waits
+    again, the pages stay out of use until a result comes after all.
+
     Args:
-        manager: decides about device pages; used by the same thread.
+        manager: decides about device pages; used by the same thread. Kept as an attribute.
         connector: the tier. `close` closes it.
         regions: memory of the device pages, for each group; must outlive `close`.
 
@@ -98,18 +124,21 @@ class Offload:
                     f"the region of group {spec.name!r} has {region.pages} pages, its pool may"
                     f" use {pages}: make the region larger, or lower the manager's pages"
                 )
-        self._manager = manager
+        self.manager = manager
         self._scheduler = connector.scheduler
         self._worker = connector.worker
         self._worker.register(regions)
         self._page_bytes = np.array([g.page_bytes for g in groups], np.int64)
-        self._held: set[int] = set()
-        """Requests for which the tier holds something since their lookup."""
+        self._held: dict[int, _Reach | None] = {}
+        """Requests for which the tier holds something since their lookup; None: of all keys."""
         self._faults: dict[int, _Faults] = {}
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, NDArray[np.void]] = {}
         self._backlog = np.empty(0, KEYED_DTYPE)
         self._ended: list[tuple[int, bool]] = []
+        self._refused = False
+        """A full queue refused a store; it is first in the backlog until one in flight ends."""
+        self._stored = 0
         self._gone_pages = 0
 
     # ---- loads ---------------------------------------------------------------------------------
@@ -120,20 +149,36 @@ class Offload:
         May be repeated every step: the tier answers from memory if nothing changed. It keeps what
         it promised until `start_load` or `release`.
         """
-        manager, faults = self._manager, self._faults.get(handle)
+        manager, faults = self.manager, self._faults.get(handle)
         if faults is not None and faults.loads >= MAX_FAILED_LOADS:
             return manager.lookup(handle)
-        namespace = manager.info(handle).namespace
-        keys = RequestKeys(handle, namespace, manager.group_digests(handle))
+        digests = manager.group_digests(handle)
+        lengths = [len(rows) for rows in digests]
+        reach = self._held.setdefault(handle, None)
+        if reach is not None and reach[:2] == (self._stored, lengths):
+            digests = [rows[:n] for rows, n in zip(digests, reach.rows, strict=True)]
+        keys = RequestKeys(handle, manager.info(handle).namespace, digests)
         present = self._scheduler.lookup(keys)
-        self._held.add(handle)
         if present is None:
             return None
         if faults is not None:
             present = [flags.copy() for flags in present]
             for group, index in faults.lost:
                 present[group][index[index < len(present[group])]] = 0
-        return manager.lookup(handle, present)
+        hit = manager.lookup(handle, present)
+        self._narrow(keys, present, hit, lengths)
+        return hit
+
+    def _narrow(
+        self, keys: RequestKeys, present: list[NDArray[np.uint8]], hit: Hit, lengths: list[int]
+    ) -> None:
+        """Ends pins behind the first gap in attention: nothing there can be part of a hit."""
+        tokens = max(hit.hit_tokens, hit.junction)
+        rows = [tokens // span for span in self.manager.geometry.block_tokens]
+        if any(flags[n:].any() for flags, n in zip(present, rows, strict=True)):
+            digests = [d[:n] for d, n in zip(keys.digests, rows, strict=True)]
+            self._scheduler.lookup(keys._replace(digests=digests))  # replaces the pins
+            self._held[keys.request] = _Reach(self._stored, lengths, rows)
 
     def start_load(self, handle: int, grant: Grant) -> bool:
         """Submit the load that a request's first grant names; without one, end the tier's pins.
@@ -144,33 +189,39 @@ class Offload:
         if not grant.load:
             self._unhold(handle)
             return True
-        items = self._manager.load_items(grant.load)
-        pages = KeyedPages(items, self._manager.namespaces)
+        items = self.manager.load_items(grant.load)
+        pages = KeyedPages(items, self.manager.namespaces)
         transfer = self._scheduler.plan_load(handle, pages)
-        self._held.discard(handle)
+        self._held.pop(handle, None)
         error = self._submit(transfer)
         if error:
-            self._manager.end_load(grant.load, np.zeros(len(items), np.uint8))
+            self.manager.end_load(grant.load, np.zeros(len(items), np.uint8))
             if not error.startswith(QUEUE_FULL):
                 self._note_fault(handle, items)
             return False
-        self._loads[transfer.id] = _Load(handle, grant.load, items)
+        due = time.monotonic() + transfer.deadline_seconds + GRACE_SECONDS
+        self._loads[transfer.id] = _Load(handle, grant.load, items, transfer, due)
         return True
 
     def release(self, handle: int) -> None:
-        """Forget a request: before its finish, abort or preempt, or to drop its lookup.
+        """Drop what the tier holds for a request: before its preempt, or to drop its lookup.
 
-        The result of a load in flight for it is not reported any more.
+        The result of a load in flight for it is not reported any more. What could not be loaded
+        for it stays known.
         """
         self._unhold(handle)
-        self._faults.pop(handle, None)
         for load in self._loads.values():
             if load.handle == handle:
                 load.wanted = False
 
+    def forget(self, handle: int) -> None:
+        """`release`, and nothing is known of the request: before its finish or abort."""
+        self.release(handle)
+        self._faults.pop(handle, None)
+
     def _unhold(self, handle: int) -> None:
         if handle in self._held:
-            self._held.remove(handle)
+            del self._held[handle]
             self._scheduler.release(handle)
 
     def _submit(self, transfer: Transfer) -> str:
@@ -186,7 +237,7 @@ class Offload:
     def _note_fault(self, handle: int, items: NDArray[np.void]) -> None:
         faults = self._faults.setdefault(handle, _Faults())
         faults.loads += 1
-        for group, block_tokens in enumerate(self._manager.geometry.block_tokens):
+        for group, block_tokens in enumerate(self.manager.geometry.block_tokens):
             ends = items["end"][items["group"] == group]
             if len(ends):
                 faults.lost.append((group, ends // block_tokens - 1))
@@ -196,42 +247,51 @@ class Offload:
     def end_of_step(self) -> None:
         """Store pages that got a key: after `end_step`, `finish` or `preempt` of the manager.
 
-        What cannot be stored now is skipped and counted, never waited for.
+        What a full queue refuses is offered again when a store has ended; what was evicted until
+        then, or finds no room in the tier, is skipped and counted. Never waits.
         """
-        while len(self._stores) < MAX_STORES:
+        while len(self._stores) < MAX_STORES and not (self._refused and self._stores):
             if not len(self._backlog):
-                self._backlog = self._manager.take_keyed()
+                self._backlog = self.manager.take_keyed()
                 if not len(self._backlog):
                     return
             sizes = np.cumsum(self._page_bytes[self._backlog["group"]])
             count = max(1, int(np.searchsorted(sizes, STORE_BYTES, side="right")))
             chunk, self._backlog = self._backlog[:count], self._backlog[count:]
-            self._store(chunk)
+            refused = self._store(chunk)
+            self._refused = len(refused) > 0
+            if self._refused:
+                self._backlog = np.concatenate([refused, self._backlog])
+                return
 
-    def _store(self, items: NDArray[np.void]) -> None:
-        """Pins what still has its key, stores what the tier wants of it, unpins the rest."""
-        pinned = self._manager.pin(items) == 1
+    def _store(self, items: NDArray[np.void]) -> NDArray[np.void]:
+        """Pins what still has its key, stores what the tier wants of it, unpins the rest.
+
+        Returns what a full queue refused, unpinned.
+        """
+        nothing = items[:0]
+        pinned = self.manager.pin(items) == 1
         self._gone_pages += int(len(items) - pinned.sum())
         items = items[pinned]
-        if not len(items):
-            return
-        plan = self._scheduler.plan_store(KeyedPages(items, self._manager.namespaces))
+        plan = self._scheduler.plan_store(KeyedPages(items, self.manager.namespaces))
         if plan is None:
             self._unpin(items)
-            return
+            return nothing
         transfer, chosen = plan
         rest = np.ones(len(items), np.bool_)
         rest[chosen] = False
         self._unpin(items[rest])
-        if self._submit(transfer):
-            self._unpin(items[chosen])
-        else:
+        error = self._submit(transfer)
+        if not error:
             self._stores[transfer.id] = items[chosen]
+            return nothing
+        self._unpin(items[chosen])
+        return items[chosen] if error.startswith(QUEUE_FULL) else nothing
 
     def _unpin(self, items: NDArray[np.void]) -> None:
         for group in np.unique(items["group"]).tolist():
             pages = items["page"][items["group"] == group]
-            self._manager.unpin(group, pages[::-1])  # the tail of a prefix is evicted first
+            self.manager.unpin(group, pages[::-1])  # the tail of a prefix is evicted first
 
     # ---- results -------------------------------------------------------------------------------
 
@@ -248,13 +308,23 @@ class Offload:
     def _collect(self) -> None:
         stores = len(self._stores)
         for result in self._worker.poll():
-            self._scheduler.complete(result)
-            if result.direction is Direction.LOAD:
-                self._end_load(result)
-            elif not result.late and result.id in self._stores:
-                self._unpin(self._stores.pop(result.id))
-        if len(self._stores) < stores:
+            self._take(result)
+        now = time.monotonic()
+        for load in [load for load in self._loads.values() if load.wanted and load.due <= now]:
+            error = f"Silent: no result until {GRACE_SECONDS} s after the deadline"
+            self._take(replace(failed(load.transfer, error), late=True))
+        ended = len(self._stores) < stores
+        self._refused = self._refused and not ended
+        if ended or len(self._backlog):
             self.end_of_step()  # there is room for what waited
+
+    def _take(self, result: TransferResult) -> None:
+        self._scheduler.complete(result)
+        if result.direction is Direction.LOAD:
+            self._end_load(result)
+        elif not result.late and result.id in self._stores:
+            self._stored += 1
+            self._unpin(self._stores.pop(result.id))
 
     def _end_load(self, result: TransferResult) -> None:
         load = self._loads.get(result.id)
@@ -267,17 +337,23 @@ class Offload:
             self._note_fault(load.handle, load.items[~ok])
         if result.late:
             if load.wanted:
-                self._manager.abandon_load(load.load)
+                self.manager.abandon_load(load.load)
         else:
             del self._loads[result.id]
-            self._manager.end_load(load.load, ok.astype(np.uint8))
+            self.manager.end_load(load.load, ok.astype(np.uint8))
         if load.wanted:
             self._ended.append((load.handle, bool(ok.all())))
         load.wanted = False
 
     def wait(self, timeout_seconds: float) -> bool:
         """Block until `poll` has something to do, or the time is over. For idle engines."""
-        return self._worker.wait(timeout_seconds)
+        return bool(self._ended) or self._wait(timeout_seconds)
+
+    def _wait(self, timeout_seconds: float) -> bool:
+        """Until there is a result, or one that should have come is not waited for any longer."""
+        due = min((load.due for load in self._loads.values() if load.wanted), default=math.inf)
+        remaining = max(0.0, min(timeout_seconds, due - time.monotonic()))
+        return self._worker.wait(remaining) or due <= time.monotonic()
 
     def drain(self, timeout_seconds: float) -> bool:
         """Store what has a key and wait until nothing is in flight. False: the time was over.
@@ -290,30 +366,34 @@ class Offload:
             remaining = end - time.monotonic()
             if remaining <= 0:
                 return False
-            self._worker.wait(remaining)
+            idle = not (self._loads or self._stores)
+            self._wait(min(remaining, RETRY_SECONDS) if idle else remaining)
             self._collect()
         return True
 
-    def close(self, timeout_seconds: float = 5.0) -> None:
+    def close(self, timeout_seconds: float = 5.0) -> bool:
         """End every transfer and close the connector's worker. Idempotent.
 
-        Pages of a copy that did not end in time stay pinned.
+        False: a copy did not end in time; its pages stay pinned until its result was polled, and
+        the regions must stay until another call says True.
         """
+        self._gone_pages += len(self._backlog)
         self._backlog = self._backlog[:0]
-        self._worker.close(timeout_seconds)
+        closed = self._worker.close(timeout_seconds)
         self._collect()
+        return closed
 
     # ---- counts and invariants -----------------------------------------------------------------
 
     def stats(self) -> TierStats:
         """The tier's counters; pages evicted before their turn count as dropped stores too."""
         stats = self._scheduler.stats()
-        gone = self._gone_pages + self._manager.stats().keyed_dropped
+        gone = self._gone_pages + self.manager.stats().keyed_dropped
         return replace(stats, dropped_store_pages=stats.dropped_store_pages + gone)
 
     def check(self) -> None:
         """Raise `InvariantError` if pins and transfers disagree. O(pages)."""
         self._scheduler.check()
-        pinned, expected = self._manager.stats().pinned, sum(map(len, self._stores.values()))
+        pinned, expected = self.manager.stats().pinned, sum(map(len, self._stores.values()))
         if pinned != expected:
             raise InvariantError(f"{pinned} device pages are pinned, stores know of {expected}")

@@ -12,62 +12,14 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 
 from kvcache.connectors.base import PageRegion
+from kvcache.core import host_memory
 from kvcache.core.errors import ConfigError
 
 GIB = 1 << 30
-
-
-def available_memory(root: Path = Path("/")) -> tuple[int, str]:
-    """Bytes that this process may still take, and what sets the limit.
-
-    The least of the machine's available memory and the room in each control group above us.
-    """
-    limits = [(_meminfo(root), "the machine's available memory")]
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
-            elif "memory" in controllers.split(","):
-                base = root / "sys/fs/cgroup/memory"
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            else:
-                continue
-            folder = base / path.lstrip("/")
-            while folder.is_relative_to(base):
-                if (room := _cgroup_room(folder, *names)) is not None:
-                    limits.append((room, f"the memory limit of control group {folder}"))
-                folder = folder.parent
-    return min(limits)
-
-
-def _meminfo(root: Path) -> int:
-    with suppress(OSError, ValueError):
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 1 << 62
-
-
-def _cgroup_room(folder: Path, limit_name: str, usage_name: str) -> int | None:
-    """Limit less usage, where usage does not count file cache that the kernel can drop."""
-    try:
-        limit = int((folder / limit_name).read_text())
-        usage = int((folder / usage_name).read_text())
-    except (OSError, ValueError):  # no such group here, or "max"
-        return None
-    cache = 0
-    with suppress(OSError, ValueError):
-        for line in (folder / "memory.stat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name in {"inactive_file", "total_inactive_file"}:
-                cache = max(cache, int(value))
-    return max(limit - max(usage - cache, 0), 0)
 
 
 class HostPool:
@@ -75,7 +27,7 @@ class HostPool:
 
     def __init__(self, slot_bytes: Sequence[int], slots: Sequence[int], *, setting: str) -> None:
         total = sum(size * count for size, count in zip(slot_bytes, slots, strict=True))
-        available, limit = available_memory()
+        available, limit = host_memory.available()
         if total > available:
             raise ConfigError(
                 f"{setting} asks for {total} bytes ({total / GIB:.2f} GiB) of host memory, but"

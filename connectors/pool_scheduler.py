@@ -26,6 +26,7 @@ from kvcache.connectors.base import (
     Transfer,
     TransferResult,
 )
+from kvcache.connectors.in_flight import KeysInFlight
 from kvcache.core.errors import ConfigError, InvariantError
 from kvcache.core.pool import PagePool
 
@@ -40,6 +41,8 @@ class _Part(NamedTuple):
     group: int
     namespace: bytes
     rows: NDArray[np.intp]
+    mark: int = 0
+    """Of a store: its keys among those in flight."""
 
     @property
     def key(self) -> tuple[int, bytes]:
@@ -95,8 +98,8 @@ class PoolScheduler(TierScheduler):
         self._numbers: dict[bytes, int] = {}
         self._promises: dict[int, _Promise] = {}
         self._plans: dict[int, _Plan] = {}
-        self._storing: defaultdict[tuple[int, bytes], set[bytes]] = defaultdict(set)
-        """Digests of stores in flight, by group and namespace."""
+        self._storing: defaultdict[tuple[int, bytes], KeysInFlight] = defaultdict(KeysInFlight)
+        """Of stores, by group and namespace."""
         self._ids = count(1)
         self._counts = TierStats(
             capacity_bytes=sum(b * n for b, n in zip(slot_bytes, slots, strict=True))
@@ -183,32 +186,33 @@ class PoolScheduler(TierScheduler):
         """Reserves a slot for each page that is neither stored nor on its way."""
         items = pages.items
         slots = np.full(len(items), -1, np.int64)
+        parts = []
         for part in _parts(pages):
             rows = self._unstored(items, part)
             taken = self._pools[part.group].take(len(rows))
             self._counts.dropped_store_pages += len(rows) - len(taken)
-            slots[rows[: len(taken)]] = taken
+            rows = rows[: len(taken)]
+            if len(rows):
+                slots[rows] = taken
+                mark = self._storing[part.key].add(items["digest"][rows])
+                parts.append(part._replace(rows=rows, mark=mark))
         chosen = np.flatnonzero(slots >= 0)
         if not len(chosen):
             return None
-        kept = KeyedPages(items[chosen], pages.namespaces)
-        parts = list(_parts(kept))
-        for part in parts:
-            self._storing[part.key].update(_digests(kept.items, part.rows))
-        return self._start(Direction.STORE, kept.items, slots[chosen], parts), chosen
+        place = np.cumsum(slots >= 0) - 1  # of a row among the chosen ones
+        parts = [part._replace(rows=place[part.rows]) for part in parts]
+        return self._start(Direction.STORE, items[chosen], slots[chosen], parts), chosen
 
     def _unstored(self, items: NDArray[np.void], part: _Part) -> NDArray[np.intp]:
         """Rows of the part that are not stored, not being stored, and not repeated."""
         number = self._numbers.get(part.namespace)
         if number is None:
             number = self._numbers[part.namespace] = len(self._numbers)
-        stored = self._pools[part.group].present(number, items["digest"][part.rows])
-        rows = part.rows[stored == 0]
-        first: dict[bytes, int] = {}
-        for row, digest in zip(rows.tolist(), _digests(items, rows), strict=True):
-            first.setdefault(digest, row)
-        storing = self._storing.get(part.key, set())
-        return np.array([row for digest, row in first.items() if digest not in storing], np.intp)
+        digests = items["digest"][part.rows]
+        absent = self._pools[part.group].present(number, digests) == 0
+        new = self._storing.get(part.key, KeysInFlight()).new(digests[absent])
+        rows: NDArray[np.intp] = part.rows[absent][new]
+        return rows
 
     def _start(
         self,
@@ -258,7 +262,7 @@ class PoolScheduler(TierScheduler):
             digests = plan.items["digest"][rows]
             pool.publish(self._numbers[part.namespace], digests[fine], slots[fine])
             storing = self._storing[part.key]
-            storing.difference_update(_digests(plan.items, rows))
+            storing.remove(part.mark)
             if not storing:
                 del self._storing[part.key]
         pool.release(slots[slots >= 0][::-1])
@@ -280,8 +284,6 @@ class PoolScheduler(TierScheduler):
             counts.store_seconds += result.seconds
         if kind != QUEUE_FULL:
             counts.failed_pages += total - good
-        elif result.direction is Direction.STORE:
-            counts.dropped_store_pages += total - good
 
     # ---- counts and invariants -----------------------------------------------------------------
 
@@ -337,12 +339,10 @@ def _read_only(flags: NDArray[np.bool_]) -> NDArray[np.uint8]:
 def _parts(pages: KeyedPages) -> Iterator[_Part]:
     """Splits items by group and namespace; inside a part the order stays."""
     groups, numbers = pages.items["group"], pages.items["ns"]
+    if not len(groups):
+        return
     pairs = groups.astype(np.int64) << 32 | numbers.astype(np.int64)
-    for pair in np.unique(pairs).tolist():
+    same = bool((pairs == pairs[0]).all())  # as mostly, where sorting would cost more than the rest
+    for pair in [int(pairs[0])] if same else np.unique(pairs).tolist():
         rows = np.flatnonzero(pairs == pair)
         yield _Part(pair >> 32, pages.namespaces[pair & 0xFFFFFFFF], rows)
-
-
-def _digests(items: NDArray[np.void], rows: NDArray[np.intp]) -> list[bytes]:
-    raw = items["digest"][rows].tobytes()
-    return [raw[i : i + 32] for i in range(0, len(raw), 32)]

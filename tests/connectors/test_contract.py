@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvcache.connectors.base import (
 from kvcache.connectors.cpu import CpuConnector, native_copy
 from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.connectors.testing import CONTRACT, ContractError, Factory, Setup
-from kvcache.core.errors import KVCacheError
+from kvcache.core.errors import KVCacheError, MisuseError
 
 
 def cpu(setup: Setup) -> Connector:
@@ -131,8 +132,8 @@ class Wrapped(TierWorker):
     def wait(self, timeout_seconds: float) -> bool:
         return self.inner.wait(timeout_seconds)
 
-    def close(self, timeout_seconds: float = 5.0) -> None:
-        self.inner.close(timeout_seconds)
+    def close(self, timeout_seconds: float = 5.0) -> bool:
+        return self.inner.close(timeout_seconds)
 
 
 class Boastful(Wrapped):
@@ -165,6 +166,74 @@ class Silent(Wrapped):
         return [r for r in super().poll() if not r.error]
 
 
+class Lenient(Wrapped):
+    """Takes whatever regions it gets, and the last ones."""
+
+    def register(self, regions: Any) -> None:
+        with suppress(KVCacheError):
+            super().register(regions)
+
+
+class Eager(Wrapped):
+    """Takes transfers before it knows of any page."""
+
+    def submit(self, transfer: Transfer) -> bool:
+        try:
+            return super().submit(transfer)
+        except MisuseError:
+            return True
+
+
+class Unfair(Wrapped):
+    """Ends a late store only when no load is left."""
+
+    def __init__(self, inner: TierWorker) -> None:
+        super().__init__(inner)
+        self.loads: set[int] = set()
+        self.late: set[int] = set()
+        self.kept: list[TransferResult] = []
+
+    def submit(self, transfer: Transfer) -> bool:
+        if transfer.direction is Direction.LOAD:
+            self.loads.add(transfer.id)
+        return super().submit(transfer)
+
+    def poll(self) -> list[TransferResult]:
+        results = self.kept + super().poll()
+        self.loads -= {r.id for r in results if not r.late}
+        self.kept = [r for r in results if self.loads and not r.late and r.id in self.late]
+        self.late |= {r.id for r in results if r.late}
+        return [r for r in results if r not in self.kept]
+
+
+class LoadsOnly(Wrapped):
+    """Tells of stores only when no load is left."""
+
+    def __init__(self, inner: TierWorker) -> None:
+        super().__init__(inner)
+        self.loads: set[int] = set()
+        self.kept: list[TransferResult] = []
+
+    def submit(self, transfer: Transfer) -> bool:
+        if transfer.direction is Direction.LOAD:
+            self.loads.add(transfer.id)
+        return super().submit(transfer)
+
+    def poll(self) -> list[TransferResult]:
+        results = self.kept + super().poll()
+        self.loads -= {r.id for r in results}
+        self.kept = [r for r in results if self.loads and r.direction is Direction.STORE]
+        return [r for r in results if r not in self.kept]
+
+
+class Cheerful(Wrapped):
+    """Says that all is over while a copy runs."""
+
+    def close(self, timeout_seconds: float = 5.0) -> bool:
+        super().close(timeout_seconds)
+        return True
+
+
 class Endless(Wrapped):
     """Never says that the queue is full."""
 
@@ -189,6 +258,11 @@ class Endless(Wrapped):
         (Timeless, {"a_queued_transfer_ends_at_its_deadline"}),
         (Silent, {"a_copy_that_raises_fails_its_transfer_only"}),
         (Endless, {"a_full_queue_refuses_and_loses_nothing"}),
+        (Lenient, {"device_pages_are_named_once_and_first"}),
+        (Eager, {"device_pages_are_named_once_and_first"}),
+        (Unfair, {"a_late_store_ends_while_loads_keep_coming"}),
+        (LoadsOnly, {"a_queued_store_ends_at_its_deadline_behind_loads"}),
+        (Cheerful, {"close_ends_every_transfer"}),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

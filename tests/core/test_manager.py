@@ -271,6 +271,17 @@ def test_a_hit_that_shrank_since_the_lookup_is_looked_up_again() -> None:
     assert granted(m.allocate(handle, 4)).hit_tokens == 8
 
 
+def test_a_hit_that_an_open_step_evicted_is_looked_up_again() -> None:
+    m = full(4)
+    run(m, text(12))
+    handle, other = m.open(text(16)), m.open(text(8, 50))
+    assert m.lookup(handle).hit_tokens == 12
+    assert m.allocate(other, 8)  # evicts block 12 and gives nobody a key
+    assert m.allocate(handle, 8) is None
+    m.abort(other)
+    assert granted(m.allocate(handle, 8)).hit_tokens == 8
+
+
 def test_need_counts_new_pages_only() -> None:
     m = hybrid()
     run(m, text(12))

@@ -28,6 +28,7 @@ picks = st.integers(0, 2**16)
 sizes = st.lists(st.integers(0, 24), min_size=1, max_size=4)
 tails = cases.texts(20)
 outputs = st.integers(0, 16)
+cuts = st.sampled_from([0, 0, 12, LONGEST])
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -43,6 +44,7 @@ class ManagerMachine(RuleBasedStateMachine):
         max_open_steps=st.integers(1, 3),
         first=tails,
         output=outputs,
+        elsewhere=cuts,
     )
     def build(
         self,
@@ -53,6 +55,7 @@ class ManagerMachine(RuleBasedStateMachine):
         max_open_steps: int,
         first: list[int],
         output: int,
+        elsewhere: int,
     ) -> None:
         """`spare` pages beyond what one request of `longest` tokens needs; None: no bound."""
         geometry = cases.GEOMETRIES[name]
@@ -63,7 +66,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.items = self.engine.manager.take_keyed()
         self.history: list[Request] = []
         self.longest = longest
-        self.open(first, output)
+        self.open(first, output, elsewhere)
 
     # ---- who
 
@@ -83,11 +86,13 @@ class ManagerMachine(RuleBasedStateMachine):
         self,
         tokens: Sequence[int],
         output: int,
+        elsewhere: int,
         *,
         salt: str = "",
         foreign: bool = False,
         boundaries: Sequence[int] = (),
     ) -> None:
+        """Another replica may have stored a head of the prompt: blocks to a cut, the state there."""
         tokens = tokens[: max(self.longest - output, 1)]
         request = self.engine.open(
             tokens,
@@ -98,6 +103,10 @@ class ManagerMachine(RuleBasedStateMachine):
         )
         if request:
             self.history.append(request)
+            end = min(elsewhere, request.prompt) // self.engine.oracle.grid
+            for g in self.engine.groups:
+                needed = self.engine.oracle.needs(g, end * self.engine.oracle.grid)
+                self.tier[g].update(request.prefix(e) for e in needed if request.has_key(e))
 
     @precondition(has_room)
     @rule(
@@ -105,21 +114,30 @@ class ManagerMachine(RuleBasedStateMachine):
         cut=st.integers(0, LONGEST),
         tail=tails,
         output=outputs,
+        elsewhere=cuts,
         salt=st.sampled_from(["", "", "", "s"]),
         boundaries=st.lists(st.integers(0, LONGEST), max_size=2),
     )
     def open_with_a_shared_head(
-        self, pick: int, cut: int, tail: list[int], output: int, salt: str, boundaries: list[int]
+        self,
+        pick: int,
+        cut: int,
+        tail: list[int],
+        output: int,
+        elsewhere: int,
+        salt: str,
+        boundaries: list[int],
     ) -> None:
         head = self.history[pick % len(self.history)].tokens[:cut] if self.history else []
-        self.open([*head, *tail], output, salt=salt, boundaries=boundaries)
+        self.open([*head, *tail], output, elsewhere, salt=salt, boundaries=boundaries)
 
     @precondition(lambda self: self.has_room() and self.history)
-    @rule(pick=picks, output=outputs, foreign=st.booleans())
-    def open_again(self, pick: int, output: int, foreign: bool) -> None:
+    @rule(pick=picks, output=outputs, elsewhere=cuts, foreign=st.booleans())
+    def open_again(self, pick: int, output: int, elsewhere: int, foreign: bool) -> None:
         """The same prompt: a resend, or a twin. With foreign keys it shares with no native one."""
         old = self.history[pick % len(self.history)]
-        self.open(old.tokens[: old.prompt], output, salt=old.space[1], foreign=foreign)
+        prompt = old.tokens[: old.prompt]
+        self.open(prompt, output, elsewhere, salt=old.space[1], foreign=foreign)
 
     @precondition(lambda self: self.any_in("running"))
     @rule(pick=picks, tail=tails, output=outputs)
@@ -127,7 +145,7 @@ class ManagerMachine(RuleBasedStateMachine):
         old = self.some(pick, "running")
         self.engine.finish(old)
         foreign = old.space[0] == "foreign"
-        self.open([*old.tokens, *tail], output, salt=old.space[1], foreign=foreign)
+        self.open([*old.tokens, *tail], output, 0, salt=old.space[1], foreign=foreign)
 
     @precondition(lambda self: self.engine.requests)
     @rule(pick=picks, count=st.integers(1, 5), sample=cases.token)
@@ -212,13 +230,29 @@ class ManagerMachine(RuleBasedStateMachine):
         self.fill_step(pick, grants, short, use_tier)
 
     @precondition(lambda self: self.engine.requests)
-    @rule(pick=picks, grants=sizes, steps=st.integers(1, 3), sample=cases.token)
-    def run_steps(self, pick: int, grants: list[int], steps: int, sample: int) -> None:
-        """The same, to their end; loads in flight are done before."""
+    @rule(
+        pick=picks,
+        grants=sizes,
+        steps=st.integers(1, 3),
+        sample=cases.token,
+        bad=st.sets(st.integers(0, 40), max_size=2),
+        use_tier=st.booleans(),
+    )
+    def run_steps(
+        self,
+        pick: int,
+        grants: list[int],
+        steps: int,
+        sample: int,
+        bad: set[int],
+        use_tier: bool,
+    ) -> None:
+        """The same, to their end; loads in flight end before."""
         for load in sorted(self.engine.loads):
-            self.engine.end_load(load, [True] * len(self.engine.loads[load].items))
+            count = len(self.engine.loads[load].items)
+            self.engine.end_load(load, [i not in bad for i in range(count)])
         for _ in range(steps):
-            self.schedule(pick, grants, 0, use_tier=False)
+            self.schedule(pick, grants, 0, use_tier=use_tier)
         while self.engine.steps:
             self.end_step(sample)
 
@@ -272,18 +306,6 @@ class ManagerMachine(RuleBasedStateMachine):
             assert request.hit.hit_tokens >= point
 
     # ---- tiers
-
-    @precondition(lambda self: self.engine.requests)
-    @rule(pick=picks, cut=st.integers(4, LONGEST), holes=st.sets(st.integers(1, 12), max_size=1))
-    def another_replica_stores(self, pick: int, cut: int, holes: set[int]) -> None:
-        """The tier gets keys that this device need not have: blocks up to a cut, states there."""
-        engine = self.engine
-        request = engine.requests[pick % len(engine.requests)]
-        end = min(cut, len(request.tokens), request.key_limit)
-        for g in engine.groups:
-            needed = engine.oracle.needs(g, end // engine.oracle.grid * engine.oracle.grid)
-            kept = [e for i, e in enumerate(needed) if i not in holes]
-            self.tier[g].update(request.prefix(e) for e in kept)
 
     @precondition(lambda self: self.engine.loads)
     @rule(pick=picks, bad=st.sets(st.integers(0, 8), max_size=2), late=st.booleans())

@@ -1,0 +1,321 @@
+"""Whatever a tier does, a request ends, and reads no wrong byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tiers.stamp_engine import (
+    ATTENTION,
+    PATIENCE,
+    STATE,
+    engine,
+    text,
+)
+
+from kvcache.connectors import driver
+from kvcache.connectors.base import Direction, PageRegion, TierWorker, Transfer, TransferResult
+from kvcache.connectors.cpu import native_copy
+from kvcache.connectors.driver import MAX_FAILED_LOADS
+from kvcache.connectors.testing import Faults, Gate
+
+
+def test_a_failed_item_shortens_the_prefix_exactly() -> None:
+    """The good part is a device hit at once; the next best state comes from the tier."""
+    bad: list[int] = []
+
+    def copy(source: PageRegion, target: PageRegion, *ids: Any) -> None:
+        if bad and target.address == memory.ctypes.data and bad.pop() == 0:
+            raise OSError("lost")
+        native_copy(source, target, *ids)
+
+    with engine(copy=copy) as e:
+        memory = e.memory[ATTENTION]
+        prompt = text(0, 41)
+        e.serve(prompt)
+        e.manager.clear()
+        bad[:] = [0, 1, 1, 1, 1, 1]  # the sixth block of the load fails, and what follows it
+        again = e.serve(prompt)
+        assert [h.hit_tokens for h in again.hits] == [40, 20]
+        assert [h.device_tokens for h in again.hits] == [0, 0]
+        assert e.offload.stats().errors == {"OSError": 1}
+        e.assert_idle()
+
+
+def test_a_tier_that_always_fails_costs_a_retry_and_no_request() -> None:
+    def copy(source: PageRegion, *rest: Any) -> None:
+        if source.address not in device:
+            raise OSError("no")
+        native_copy(source, *rest)
+
+    with engine(copy=copy) as e:
+        device = {m.ctypes.data for m in e.memory}
+        prompt = text(0, 41)
+        e.serve(prompt)
+        e.manager.clear()
+        again = e.serve(prompt)
+        assert [h.hit_tokens for h in again.hits] == [40, 0]
+        assert e.offload.stats().loaded_pages == 0
+        e.assert_idle()
+
+
+def test_after_some_failed_loads_a_request_does_without_the_tier() -> None:
+    """Each load loses one block only: the request is not sent round and round."""
+    fails = 0
+
+    def copy(source: PageRegion, target: PageRegion, *ids: Any) -> None:
+        nonlocal fails
+        if target.address == states.ctypes.data:
+            fails += 1
+            raise OSError("a bad state")
+        native_copy(source, target, *ids)
+
+    with engine(copy=copy) as e:
+        states = e.memory[STATE]
+        prompt = text(0, 41)
+        e.serve(prompt)
+        e.manager.clear()
+        again = e.serve(prompt)
+        assert [h.hit_tokens for h in again.hits] == [40, 36, 32, 0]
+        assert fails == MAX_FAILED_LOADS
+        e.assert_idle()
+
+
+def test_a_worker_that_raises_on_submit_is_a_miss() -> None:
+    with engine(faults=Faults(refuse_by_raising=1.0)) as e:
+        prompt = text(0, 41)
+        e.serve(prompt)
+        assert e.offload.stats().errors["OSError"] > 0
+        assert e.offload.stats().stored_pages == 0
+        assert e.manager.stats().pinned == 0
+
+
+def test_a_load_that_cannot_be_submitted_is_not_tried_for_ever() -> None:
+    with engine() as e:
+        prompt = text(0, 41)
+        e.serve(prompt)
+        e.manager.clear()
+        submit = e.offload._worker.submit
+
+        def no_loads(transfer: Transfer) -> bool:
+            if transfer.direction is Direction.LOAD:
+                raise ConnectionError("gone")
+            return submit(transfer)
+
+        e.offload._worker.submit = no_loads  # type: ignore[method-assign]
+        assert [h.hit_tokens for h in e.serve(prompt).hits] == [40, 0]
+        e.assert_idle()
+
+
+def test_a_full_queue_makes_the_request_wait_again() -> None:
+    gate = Gate()
+
+    def copy(*args: Any) -> None:
+        gate()
+        native_copy(*args)
+
+    with engine(copy=copy, queue_depth=1) as e:
+        prompts = [text(i, 21) for i in range(2)]
+        for prompt in prompts:
+            e.serve(prompt)
+        e.manager.clear()
+        gate.shut()
+        first, second = (e.open(prompt) for prompt in prompts)
+        e.step()
+        gate.wait_reached()
+        states = [e.requests[h].state for h in (first, second)]
+        assert states == ["loading", "waiting"]
+        assert e.offload.stats().errors == {"QueueFull": 1}
+        gate.open()
+        e.settle()
+        assert [h.hit_tokens for h in e.run(second).hits] == [20, 20]
+
+
+def test_a_late_load_gives_the_request_back_and_keeps_its_pages_away() -> None:
+    gate = Gate()
+
+    def copy(*args: Any) -> None:
+        gate()
+        native_copy(*args)
+
+    with engine(copy=copy, deadline_seconds=0.02) as e:
+        prompt = text(0, 21)
+        e.offload._scheduler._deadline_seconds = PATIENCE  # type: ignore[attr-defined]
+        e.serve(prompt)
+        e.manager.clear()
+        e.offload._scheduler._deadline_seconds = 0.02  # type: ignore[attr-defined]
+        gate.shut()
+        handle = e.open(prompt)
+        e.step()
+        gate.wait_reached()
+        assert e.offload._worker.wait(PATIENCE)
+        assert e.poll() == [(handle, False)]
+        assert e.manager.stats().open_loads == 1
+        assert e.manager.pool_stats(ATTENTION).held == 5  # in quarantine
+        assert e.offload.stats().pinned_pages == 6
+        while handle in e.requests:  # meanwhile it is computed
+            e.step()
+        e.check()
+        gate.open()
+        e.settle()
+        assert e.offload.stats().late_transfers == 1
+        e.assert_idle()
+
+
+@pytest.mark.parametrize("how", ["abort", "preempt", "finish"])
+def test_a_request_that_ends_during_its_load_is_not_reported(how: str) -> None:
+    gate = Gate()
+
+    def copy(*args: Any) -> None:
+        gate()
+        native_copy(*args)
+
+    with engine(copy=copy) as e:
+        prompt = text(0, 21)
+        e.serve(prompt)
+        e.manager.clear()
+        gate.shut()
+        handle = e.open(prompt, output=1)
+        e.step()
+        gate.wait_reached()
+        e.close(handle, how)
+        assert e.manager.stats().open_loads == 1
+        gate.open()
+        assert e.offload.drain(PATIENCE)
+        assert e.offload.poll() == []
+        assert e.manager.stats().open_loads == 0
+        if how == "preempt":
+            assert e.run(handle).hits[-1].device_tokens == 20  # the load was not in vain
+        e.assert_idle()
+
+
+def test_close_in_the_middle_of_a_load_gives_the_request_back() -> None:
+    gate = Gate()
+
+    def copy(*args: Any) -> None:
+        gate()
+        native_copy(*args)
+
+    with engine(copy=copy) as e:
+        e.serve(text(0, 21))
+        e.serve(text(1, 21))
+        e.manager.clear()
+        gate.shut()
+        running, queued = e.open(text(0, 21)), e.open(text(1, 21))
+        e.step()
+        gate.wait_reached()
+        e.offload.close(0.01)
+        assert e.poll() == [(queued, False)]
+        gate.open()
+        e.offload.close(PATIENCE)
+        assert e.poll() == [(running, False)]
+        while e.requests:  # without the tier
+            e.step()
+            e.poll()
+        e.assert_idle()
+
+
+def test_a_preemption_does_not_make_a_bad_tier_good_again() -> None:
+    """What failed stays masked; only the end of a request forgets it."""
+
+    def copy(source: PageRegion, *rest: Any) -> None:
+        if source.address not in device:
+            raise OSError("no")
+        native_copy(source, *rest)
+
+    with engine(copy=copy) as e:
+        device = {m.ctypes.data for m in e.memory}
+        prompt = text(0, 41)
+        e.serve(prompt)
+        e.manager.clear()
+        handle = e.open(prompt, output=20)
+        for _ in range(3):
+            while e.requests[handle].state != "running":
+                e.step()
+                e.settle()
+            e.close(handle, "preempt")
+            e.manager.clear()
+        assert e.offload.stats().errors == {"OSError": 1}
+        e.close(handle, "abort")
+        assert not e.offload._faults
+        e.assert_idle()
+
+
+class Silent(TierWorker):
+    """Takes loads, and says nothing of them until asked to."""
+
+    def __init__(self, inner: TierWorker) -> None:
+        self.inner = inner
+        self.lost: list[TransferResult] = []
+        self.longest = 0.0
+
+    def register(self, regions: Sequence[PageRegion]) -> None:
+        self.inner.register(regions)
+
+    def submit(self, transfer: Transfer) -> bool:
+        return self.inner.submit(transfer)
+
+    def poll(self) -> list[TransferResult]:
+        results = self.inner.poll()
+        self.lost += [r for r in results if r.direction is Direction.LOAD]
+        return [r for r in results if r.direction is Direction.STORE]
+
+    def wait(self, timeout_seconds: float) -> bool:
+        self.longest = max(self.longest, timeout_seconds)
+        return self.inner.wait(timeout_seconds)
+
+    def close(self, timeout_seconds: float = 5.0) -> bool:
+        return self.inner.close(timeout_seconds)
+
+
+def test_a_worker_that_says_nothing_costs_a_deadline_and_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver, "GRACE_SECONDS", 0.01)
+    with engine() as e:
+        prompt = text(0, 21)
+        e.serve(prompt)
+        e.manager.clear()
+        silent = Silent(e.offload._worker)
+        e.offload._worker = silent
+        e.offload._scheduler._deadline_seconds = 0.01  # type: ignore[attr-defined]
+        handle = e.open(prompt)
+        e.step()
+        assert e.requests[handle].state == "loading"
+        ended: list[tuple[int, bool]] = []
+        for _ in range(9):  # what the worker keeps back wakes, too
+            if not ended:
+                assert e.offload.wait(PATIENCE)
+                ended += e.poll()
+        assert ended == [(handle, False)]
+        assert silent.longest < 1  # it never wakes again by itself
+        assert e.manager.stats().open_loads == 1
+        assert e.manager.pool_stats(ATTENTION).held == 5  # in quarantine
+        assert e.offload.stats().pinned_pages == 6
+        assert e.offload.stats().late_transfers == 1
+        assert not e.offload.drain(0.01)
+        while handle in e.requests:  # meanwhile it is computed
+            e.step()
+        assert e.poll() == []
+        e.check()
+        assert len(silent.lost) == 1
+        e.offload._worker = silent.inner
+        monkeypatch.setattr(silent.inner, "poll", lambda: [silent.lost.pop()])
+        assert e.offload.poll() == []
+        monkeypatch.undo()
+        e.settle()
+        e.assert_idle()
+
+
+def test_waiting_ends_at_once_where_poll_has_something() -> None:
+    with engine() as e:
+        prompt = text(0, 21)
+        e.serve(prompt)
+        e.manager.clear()
+        handle = e.open(prompt)
+        e.step()
+        assert e.offload.drain(PATIENCE)  # its result stays for poll
+        assert e.offload.wait(0.0)
+        assert e.poll() == [(handle, True)]
+        assert not e.offload.wait(0.0)

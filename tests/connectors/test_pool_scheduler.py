@@ -1,0 +1,245 @@
+"""The deciding side of a tier with numbered slots, beyond the contract."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from tiers.pieces import cpu, one_group
+
+from kvcache.connectors import in_flight
+from kvcache.connectors.base import (
+    KEYED_DTYPE,
+    Direction,
+    KeyedPages,
+    RequestKeys,
+    TransferResult,
+)
+from kvcache.connectors.cpu import CpuConnector
+from kvcache.connectors.pool_scheduler import MAX_ERROR_KINDS, PoolScheduler
+from kvcache.connectors.testing import Key, RandomRun, chain, rig
+from kvcache.core.errors import ConfigError, InvariantError
+from kvcache.core.hashing import NATIVE_NAMESPACE
+
+GEOMETRY = one_group(64)
+
+
+def request_keys(request: int, *rows: int) -> RequestKeys:
+    """Digests that are numbers."""
+    digests = [
+        np.frombuffer(b"".join(i.to_bytes(32, "little") for i in range(n)), np.uint8).reshape(
+            -1, 32
+        )
+        for n in rows
+    ]
+    return RequestKeys(request, NATIVE_NAMESPACE, digests)
+
+
+def test_a_repeated_lookup_does_not_ask_the_index() -> None:
+    """At 1M tokens: the second answer is the first, not a new one."""
+    connector = CpuConnector(GEOMETRY, pages=[70_000])
+    keys = request_keys(1, 62_500)
+    first = connector.scheduler.lookup(keys)
+    second = connector.scheduler.lookup(keys)
+    assert first is not None
+    assert second is not None
+    assert first[0] is second[0]
+    assert not first[0].flags.writeable
+    connector.worker.close()
+
+
+def test_after_a_change_the_index_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    renew = PoolScheduler._renew
+
+    def counted(self: PoolScheduler, promise: Any, keys: RequestKeys, versions: Any) -> None:
+        asked.append(keys.request)
+        renew(self, promise, keys, versions)
+
+    monkeypatch.setattr(PoolScheduler, "_renew", counted)
+    with rig(cpu) as r:
+        keys = chain("a", 3)
+        r.lookup(1, keys)
+        r.store(chain("b", 1))
+        for _ in range(3):
+            r.lookup(1, keys)
+        assert asked == [1]
+        r.scheduler.release(1)
+
+
+def test_a_longer_chain_is_looked_up_anew() -> None:
+    with rig(cpu) as r:
+        keys = chain("a", 6)
+        r.store(keys)
+        assert r.lookup(1, keys[:3]) == [1, 1, 1]
+        assert r.lookup(1, keys) == [1] * 6
+        assert r.pinned() == 6
+        assert r.lookup(1, keys[:1]) == [1]
+        assert r.pinned() == 1
+        r.scheduler.release(1)
+
+
+def test_digests_are_read_in_place_from_any_stride() -> None:
+    with rig(cpu) as r:
+        keys = chain("a", 5)
+        r.store(keys[1::2])
+        spread = r.request_keys(1, keys).digests[0]
+        strided = RequestKeys(1, NATIVE_NAMESPACE, [spread[1::2], spread[:0]])
+        assert not strided.digests[0].flags.c_contiguous
+        flags = r.scheduler.lookup(strided)
+        assert flags is not None
+        assert flags[0].tolist() == [1, 1]
+        r.scheduler.release(1)
+
+
+def test_a_lookup_of_other_groups_is_refused() -> None:
+    connector = CpuConnector(GEOMETRY, pages=[4])
+    with pytest.raises(ConfigError, match="keys of 2 groups: this tier has 1"):
+        connector.scheduler.lookup(request_keys(1, 2, 2))
+    connector.worker.close()
+
+
+def test_kinds_of_errors_are_bounded() -> None:
+    with rig(cpu, pages=MAX_ERROR_KINDS + 5) as r:
+        for i in range(MAX_ERROR_KINDS + 5):
+            planned = r.planned([Key("a")])
+            none = np.zeros(1, np.uint8)
+            r.scheduler.complete(
+                TransferResult(planned.id, Direction.STORE, none, error=f"Kind{i}: text")
+            )
+        errors = r.scheduler.stats().errors
+        assert len(errors) == MAX_ERROR_KINDS + 1
+        assert errors["other"] == 5
+
+
+def test_check_notices_a_slot_that_nobody_knows_of() -> None:
+    connector = CpuConnector(GEOMETRY, pages=[4])
+    scheduler = connector.scheduler
+    scheduler.check()
+    scheduler._pools[0].take(1)  # type: ignore[attr-defined]
+    with pytest.raises(InvariantError, match="1 slots are held, lookups and transfers know of 0"):
+        scheduler.check()
+    connector.worker.close()
+
+
+def test_an_empty_store_is_no_transfer() -> None:
+    connector = CpuConnector(GEOMETRY, pages=[4])
+    nothing = KeyedPages(np.zeros(0, KEYED_DTYPE), [NATIVE_NAMESPACE])
+    assert connector.scheduler.plan_store(nothing) is None
+    connector.worker.close()
+
+
+def test_a_large_store_is_planned_and_completed_without_a_loop_over_its_keys() -> None:
+    """Counted in steps of the interpreter: a loop would stop the scheduler's thread."""
+    keys, steps = 10_000, 0
+    scheduler = PoolScheduler([64], [keys], deadline_seconds=1.0)
+    items = np.zeros(keys, KEYED_DTYPE)
+    items["digest"] = np.random.default_rng(0).integers(0, 256, (keys, 32), dtype=np.uint8)
+    pages = KeyedPages(items, [NATIVE_NAMESPACE])
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal steps
+        frame.f_trace_opcodes = True
+        steps += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        plan = scheduler.plan_store(pages)
+        again = scheduler.plan_store(pages)
+        assert plan is not None
+        ok = np.ones(keys, np.uint8)
+        scheduler.complete(TransferResult(plan[0].id, Direction.STORE, ok))
+    finally:
+        sys.settrace(before)
+    assert again is None
+    assert scheduler.stats().stored_pages == keys
+    assert 0 < steps < keys
+    scheduler.check()
+
+
+def digests_of(numbers: list[int]) -> np.ndarray[Any, Any]:
+    rows = [n.to_bytes(32, "big") for n in numbers]
+    return np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 32)
+
+
+@pytest.mark.parametrize("hashed", ["well", "all alike", "in two"])
+@given(data=st.data())
+def test_keys_in_flight_equal_a_set_however_they_hash(hashed: str, data: st.DataObject) -> None:
+    weights = {"all alike": [0, 0, 0, 0], "in two": [0, 0, 0, 1 << 63]}
+    with pytest.MonkeyPatch.context() as patch:
+        if hashed in weights:
+            patch.setattr(in_flight, "_WEIGHTS", np.array(weights[hashed], np.uint64))
+        keys, held = in_flight.KeysInFlight(), dict[int, list[int]]()
+        for _ in range(data.draw(st.integers(1, 6))):
+            numbers = data.draw(st.lists(st.integers(0, 12), max_size=12))
+            seen = {n for row in held.values() for n in row}
+            wanted = []
+            for i, number in enumerate(numbers):
+                wanted.append(number not in seen and number not in numbers[:i])
+            assert keys.new(digests_of(numbers)).tolist() == wanted
+            new = [n for n, flag in zip(numbers, wanted, strict=True) if flag]
+            if new:
+                held[keys.add(digests_of(new))] = new
+            if held and data.draw(st.booleans()):
+                store = data.draw(st.sampled_from(sorted(held)))
+                keys.remove(store)
+                del held[store]
+            assert len(keys) == sum(map(len, held.values()))
+
+
+# ---- both sides, at random -----------------------------------------------------------------------
+
+
+@settings(max_examples=12, stateful_step_count=40)
+class CpuMachine(RuleBasedStateMachine):
+    """The operations of `RandomRun`, in the order that hypothesis finds worth trying."""
+
+    @initialize(seed=st.integers(0, 1000))
+    def start(self, seed: int) -> None:
+        self.run = RandomRun(cpu, seed)
+
+    @rule()
+    def look_up(self) -> None:
+        self.run.look_up()
+
+    @rule()
+    def load(self) -> None:
+        self.run.load()
+
+    @rule()
+    def store(self) -> None:
+        self.run.store()
+
+    @rule()
+    def release(self) -> None:
+        self.run.release()
+
+    @rule()
+    def deliver(self) -> None:
+        self.run.deliver()
+
+    def teardown(self) -> None:
+        if hasattr(self, "run"):
+            self.run.finish()
+
+
+TestCpuMachine = CpuMachine.TestCase
+
+
+def test_a_random_run_is_the_same_for_the_same_seed() -> None:
+    def play() -> tuple[Any, ...]:
+        run = RandomRun(cpu, 5)
+        for _ in range(300):
+            run.step()
+        stats = run.rig.scheduler.stats()
+        run.finish()
+        return replace(stats, store_seconds=0.0, load_seconds=0.0), run.random.random()
+
+    assert play() == play()
