@@ -52,7 +52,8 @@ class Manager:
         geometry: the groups; the index of a group is its id.
         pages: pages of each group's pool, or `UNLIMITED`.
         retention: which recurrent states to keep.
-        fingerprint: what is hashed into every key.
+        fingerprint: what is hashed into every key; name the weights wherever keys leave this manager
+            (a tier that outlives it, or is shared).
         max_open_steps: steps that may be in flight at once.
         journal: whether `take_keyed` will be read (64 bytes for each page that gets a key).
         seed: of the index's hash function.
@@ -251,7 +252,11 @@ class Manager:
         self._call(self._lib.kvc_extend, handle, self._ffi.NULL, count)
 
     def finish(self, handle: int) -> None:
-        """Close the request. Its keys stay, its state of the last grid point gets one."""
+        """Close the request. Its keys stay, its state of the last grid point gets one.
+
+        Call it after the `end_step` of its last tokens: what a step still open writes for it gets
+        no key.
+        """
         self._call(self._lib.kvc_finish, handle)
         self._forget(handle)
 
