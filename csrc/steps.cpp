@@ -193,8 +193,7 @@ int32_t Manager::end_step(int64_t id) {
 // state gets one.
 void Manager::drop_pages(Request& r) {
     if (r.state == RequestState::kWaiting) return;
-    const bool loading =
-        r.state == RequestState::kLoading;  // then nothing was computed, and keys are the load's affair
+    const bool loading = r.state == RequestState::kLoading;  // nothing was computed; keys are the load's affair
     if (Step* step = open_step(r.last_step)) {
         size_t pages = (r.points.size() + r.plan.size() + 1) * states_.size();
         for (const auto& table : r.tables) pages += table.size();

@@ -126,7 +126,12 @@ def _introduce(settings: DemoSettings, kit: Kit, say: Callable[[str], None]) -> 
         f" {settings.session_tokens:,} tokens each at the end; pages of"
         f" {', '.join(f'{g.page_bytes / 1024:,.0f} KiB ({g.name})' for g in geometry.groups)}"
     )
-    say("Turns of all sessions alternate, one request at a time.")
+    say(
+        "Turns of all sessions alternate, one request at a time, each of them three times:\n"
+        "  recompute   a device pool for part of the sessions, no tier below it\n"
+        "  offload     the same pool, and host memory below it\n"
+        "  everything  a device pool that holds all sessions"
+    )
 
 
 def _line(turns: Sequence[Turn], kit: Kit) -> str:
@@ -178,9 +183,10 @@ def render(result: dict[str, Any]) -> str:
     gain, shared = result["restored_over_recomputed"], result["shared_tokens"]
     if gain["turns"]:
         lines.append(
-            f"\nWith {shared['least']:,} to {shared['most']:,} shared and {result['new_tokens']} new"
-            f" tokens a restored turn has its first token {gain['median']:.1f} times sooner than a"
-            f" recomputed one (least of {gain['turns']} turns: {gain['least']:.1f})."
+            f"\nA turn that comes back with {shared['least']:,} to {shared['most']:,} tokens of its"
+            f" session and {result['new_tokens']} new ones has its first token"
+            f" {gain['median']:.1f} times sooner restored than recomputed"
+            f" (least of {gain['turns']} turns: {gain['least']:.1f})."
         )
     return "\n".join(lines)
 

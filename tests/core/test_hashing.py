@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from conftest import require
 from hypothesis import given, settings, strategies as st
 
 from kvcache.core import native
@@ -44,7 +45,7 @@ def has_sha_ni() -> bool:
 @pytest.fixture(params=[0, 1, 2], ids=["best", "portable", "sha-ni"])
 def path(request: pytest.FixtureRequest) -> int:
     if request.param == 2 and not has_sha_ni():
-        pytest.skip("this CPU has no SHA-NI")
+        require("sha-ni", "this CPU has no SHA-NI")
     return int(request.param)
 
 
