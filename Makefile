@@ -3,8 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-CPP := $(wildcard csrc/*.cpp csrc/*.h csrc/include/*.h)
-SOURCES := CMakeLists.txt csrc/exports.map $(CPP)
+CORE := $(wildcard csrc/*.cpp csrc/*.h csrc/include/*.h)
+CPP := $(CORE) $(wildcard csrc/tests/*.cpp csrc/tests/*.h)
+SOURCES := CMakeLists.txt csrc/exports.map $(CORE)
+# ThreadSanitizer of older compilers cannot cope with much randomness in addresses.
+NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+# How many times longer the random tests of `sanitize` and `soak` run.
+SCALE ?= 1
 CONSTRAINED := $(PIP) install -c constraints-dev.txt
 BUILT = --no-build-isolation -C cmake.define.KVCACHE_WERROR=ON -C build-dir=build/editable -e
 INSTALL = $(CONSTRAINED) scikit-build-core cmake ninja && $(CONSTRAINED) $(BUILT) '.[engine,dev]'
@@ -14,7 +19,7 @@ COMPILERS := $(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX))
 READY := $(VENV)/.ready
 MODEL := $(VENV)/.model
 
-.PHONY: help demo test lint format wheel clean
+.PHONY: help demo test sanitize soak mutate lint format wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -25,6 +30,22 @@ demo: $(READY) $(MODEL)  ## play multi-turn sessions on a small model (options: 
 
 test: lint $(MODEL)  ## lint, types, import floors, all tests (pytest options: ARGS="...")
 	$(BIN)/python -m pytest $(ARGS)
+
+sanitize: sanitize-address sanitize-thread  ## the core's own tests under ASan, UBSan and TSan (longer: SCALE=10)
+
+sanitize-%: $(READY)
+	$(BIN)/cmake -G Ninja -S . -B build/$@ -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	  -DKVCACHE_TESTS=ON -DKVCACHE_SANITIZE=$* -DKVCACHE_TEST_SCALE=$(SCALE)
+	$(BIN)/cmake --build build/$@ --target core_tests
+	$(NO_ASLR) $(BIN)/ctest --test-dir build/$@ --output-on-failure
+
+soak: SCALE := 10
+soak: $(MODEL)  ## ten times more of every random test: an hour or so
+	KVCACHE_TEST_SCALE=$(SCALE) $(BIN)/python -m pytest --timeout=3600 $(ARGS)
+	$(MAKE) sanitize SCALE=$(SCALE)
+
+mutate: $(READY)  ## small faults, one at a time, each of which a test must notice (options: ARGS="...")
+	PYTHONPATH=tests $(BIN)/python -m mutate $(ARGS)
 
 lint: $(READY)  ## lint, format, types, import floors
 	$(BIN)/ruff check .

@@ -15,6 +15,9 @@ from kvcache.engine.layers_attention import Attention
 from kvcache.engine.layers_state import DeltaRule
 from kvcache.engine.model import Model
 
+Biases = dict[int | None, Tensor]
+"""For each window, None for attention over everything: what a decoding token does not see."""
+
 
 class Dense:
     """The baseline: K and V of `[requests, kv_heads, context, head_dim]` for each layer."""
@@ -23,8 +26,11 @@ class Dense:
         self.weights = model.weights
         self.context = context
         self.memory: list[Tensor] = []
+        self._windows: set[int | None] = set()
         for layer in model.weights.layers:
             mixer = layer.mixer
+            if isinstance(mixer, Attention):
+                self._windows.add(mixer.window)
             shape = (
                 (2, requests, mixer.kv_heads, context, mixer.head_dim)
                 if isinstance(mixer, Attention)
@@ -44,20 +50,19 @@ class Dense:
 
     def decode(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Logits `[requests, vocabulary]` after one more token `[requests]` each."""
-        past = torch.arange(self.context) > lengths[:, None]
-        bias = torch.zeros(past.shape).masked_fill_(past, -torch.inf)[:, None, None, :]
-        return self._forward(tokens[:, None], lengths[:, None], bias)
+        biases = {window: self._bias(lengths, window) for window in self._windows}
+        return self._forward(tokens[:, None], lengths[:, None], biases)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, bias: Tensor | None) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, biases: Biases | None) -> Tensor:
         w = self.weights
         x = F.embedding(tokens, w.embed)
         turns = w.rotation[positions]
         for layer, memory in zip(w.layers, self.memory, strict=True):
             h = F.rms_norm(x, (x.shape[-1],), layer.mixer_norm, w.epsilon)
             if isinstance(layer.mixer, Attention):
-                x = x + self._attention(layer.mixer, h, positions, turns, memory, bias)
+                x = x + self._attention(layer.mixer, h, positions, turns, memory, biases)
             else:
-                x = x + self._state(layer.mixer, h, memory, fresh=bias is None)
+                x = x + self._state(layer.mixer, h, memory, fresh=biases is None)
             h = F.rms_norm(x, (x.shape[-1],), layer.mlp_norm, w.epsilon)
             gate, up = F.linear(h, layer.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
@@ -66,7 +71,7 @@ class Dense:
 
     def _attention(
         self, layer: Attention, h: Tensor, positions: Tensor, turns: Tensor, cache: Tensor,
-        bias: Tensor | None,
+        biases: Biases | None,
     ) -> Tensor:  # fmt: skip
         n, t, _ = h.shape
         qkv = F.linear(h, layer.qkv).view(n, t, -1, layer.head_dim)
@@ -75,17 +80,31 @@ class Dense:
         turned = torch.view_as_real(turned * turns[:, :, None]).flatten(-2).transpose(1, 2)
         q, k = turned.tensor_split([split - layer.kv_heads], dim=1)
         v = qkv[:, :, split:].transpose(1, 2)
-        if bias is None:
+        if biases is None:
             cache[0, :, :, :t], cache[1, :, :, :t] = k, v
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            seen = None
+            if layer.window is not None:
+                seen = torch.ones(t, t, dtype=torch.bool).tril_().triu_(1 - layer.window)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=True
+            )
         else:
             rows = torch.arange(n)
             cache[0][rows, :, positions[:, 0]] = k[:, :, 0]
             cache[1][rows, :, positions[:, 0]] = v[:, :, 0]
             grouped = q.reshape(n, layer.kv_heads, -1, layer.head_dim)
+            bias = biases[layer.window]
             out = F.scaled_dot_product_attention(grouped, cache[0], cache[1], attn_mask=bias)
             out = out.reshape(n, -1, 1, layer.head_dim)
         return F.linear(out.transpose(1, 2).reshape(n, t, -1), layer.out)
+
+    def _bias(self, lengths: Tensor, window: int | None) -> Tensor:
+        """What the one token after `lengths [requests]` sees, `[requests, 1, 1, context]`."""
+        positions, last = torch.arange(self.context), lengths[:, None]
+        hidden = positions > last
+        if window is not None:
+            hidden = hidden | (positions <= last - window)
+        return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None, :]
 
     def _state(self, layer: DeltaRule, h: Tensor, state: Tensor, *, fresh: bool) -> Tensor:
         n, t, _ = h.shape

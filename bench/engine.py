@@ -23,8 +23,8 @@ from torch import Tensor
 
 from kvcache.bench.dense import Dense
 from kvcache.core.errors import ConfigError
+from kvcache.core.layout import Geometry
 from kvcache.core.records import StatePlan
-from kvcache.core.specs import FullAttention
 from kvcache.engine import smollm2, tiny
 from kvcache.engine.chunk import Chunk
 from kvcache.engine.layers_attention import Attention
@@ -75,29 +75,45 @@ class EngineBench:
                 )
 
 
+def hand_out(geometry: Geometry, pages: Sequence[int]) -> tuple[int, list[NDArray[np.int32]]]:
+    """For a runner without a manager: how many slabs, and the page numbers of each group in them.
+
+    `pages[g]` of group g, ascending; no two pages share a byte.
+    """
+    slabs, numbers = 0, [np.empty(0, np.int32)] * len(pages)
+    for c, pages_per_slab in enumerate(geometry.pages_per_slab):
+        page = slabs * pages_per_slab
+        for group, of in enumerate(geometry.class_of_group):
+            if of == c:
+                numbers[group] = np.arange(page, page + pages[group], dtype=np.int32)
+                page += pages[group]
+        slabs = -(-page // pages_per_slab)
+    return slabs, numbers
+
+
 class Paged:
     """The engine's runner with pages in random order, driven as a scheduler drives it."""
 
     def __init__(self, model: Model, requests: int, context: int, rng: np.random.Generator) -> None:
-        groups = model.geometry.groups
-        need = [
-            requests * -(-context // g.block_tokens) if isinstance(g, FullAttention) else requests
-            for g in groups
-        ]
-        self.runner = TorchRunner(model, need)
         self.geometry = model.geometry
-        self._pages = [rng.permutation(n).astype(np.int32).reshape(requests, -1) for n in need]
+        need = [
+            requests * (1 if rules.kind == "state" else -(-context // rules.block_tokens))
+            for rules in self.geometry.rules
+        ]
+        slabs, numbers = hand_out(self.geometry, need)
+        self.runner = TorchRunner(model, slabs)
+        self._pages = [rng.permutation(pages).reshape(requests, -1) for pages in numbers]
 
     def chunk(self, request: int, tokens: NDArray[np.int32], start: int) -> Chunk:
         """A chunk that keeps the request's state in one page, in place."""
         end = np.array([start + len(tokens)])
         tables, states = [], []
-        for group, spec in enumerate(self.geometry.groups):
+        for group, rules in enumerate(self.geometry.rules):
             pages = self._pages[group][request]
-            attention = isinstance(spec, FullAttention)
-            tables.append(pages if attention else None)
+            state = rules.kind == "state"
+            tables.append(None if state else pages)
             source = -1 if start == 0 else int(pages[0])
-            states.append(None if attention else StatePlan(source, end, pages[:1]))
+            states.append(StatePlan(source, end, pages[:1]) if state else None)
         return Chunk(tokens, start, tables, states)
 
     def copy(self, dense: Dense) -> None:
@@ -105,9 +121,8 @@ class Paged:
         model = self.runner.model
         caches = model.caches(self.runner.storage)
         for cache, memory, layer in zip(caches, dense.memory, model.weights.layers, strict=True):
-            attention = isinstance(layer.mixer, Attention)
-            pages = torch.from_numpy(self._pages[0 if attention else -1]).long()
-            if attention:
+            pages = torch.from_numpy(self._pages[model.group(layer)]).long()
+            if isinstance(layer.mixer, Attention):
                 block = cache.shape[2]
                 padded = F.pad(memory, (0, 0, 0, pages.shape[1] * block - dense.context))
                 blocks = padded.view(*padded.shape[:3], -1, block, padded.shape[4])

@@ -15,10 +15,15 @@ class IdealCache:
 
     Block numbers are dense from 0 (`TraceRequest.blocks`, or every g-th of them), so one byte for
     each number is enough.
+
+    Args:
+        grid_tokens: hits end on multiples of this; a multiple of `block_tokens`, which it is where
+            it is not given.
     """
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, grid_tokens: int | None = None) -> None:
         self._block_tokens = block_tokens
+        self._grid_tokens = block_tokens if grid_tokens is None else grid_tokens
         self._seen = np.zeros(1024, dtype=np.bool_)
 
     def hit_tokens(self, blocks: NDArray[np.int64], prompt_tokens: int) -> int:
@@ -32,7 +37,8 @@ class IdealCache:
         known = self._seen[blocks]
         run = len(known) if known.all() else int(known.argmin())
         self._seen[blocks] = True
-        return min(run, (prompt_tokens - 1) // self._block_tokens) * self._block_tokens
+        hit = min(run * self._block_tokens, prompt_tokens - 1)
+        return hit // self._grid_tokens * self._grid_tokens
 
     def _grow(self, size: int) -> None:
         if size > len(self._seen):

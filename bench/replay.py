@@ -6,110 +6,38 @@ Each request in turn, in the order of the trace:
 
 Serial service: a request is done before the next one starts, so the figures are those of the
 eviction policy alone (nothing is preempted, running requests do not compete for pages). Pages of
-the reply are taken and given back like the others, but a trace has no keys for them.
+the reply are taken and given back like the others, but a trace has no keys for them: the last
+state that a request leaves is that of its prompt's last grid point. A replay copies nothing, so
+the moves of cached pages are counted and dropped.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.bench.byte_lru import ByteLru
 from kvcache.bench.ideal import IdealCache
+from kvcache.bench.replay_report import Served, Totals, arena_values, setting_values
+from kvcache.bench.replay_settings import (
+    STEP_TOKENS,
+    ReplaySettings,
+    arena_bytes,
+    arena_slabs,
+    page_sizes,
+    tokens_of_slabs,
+)
 from kvcache.bench.traces import TraceRequest
 from kvcache.core.errors import CapacityError, ConfigError, InvariantError
 from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
-from kvcache.core.records import LOSS_CAUSES, UNLIMITED
-from kvcache.core.retain import RetentionPolicy
-from kvcache.core.specs import FullAttention, GroupSpec, RecurrentState
-from kvcache.presets import preset
-from kvcache.retention import Dense, Sparse
-
-DEFAULT_PRESET = "llama-3-8b"
-"""One full-attention group."""
-
-STATE_SHARE = 0.2
-"""Part of a bounded pool's bytes that recurrent states get, for want of one arena for all."""
-
-STEP_TOKENS = 8192
-"""Token budget of one step."""
 
 _CHECK_PAGES_PER_REQUEST = 1024
 _CHECK_PAGES_PER_BLOCK = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplaySettings:
-    """One run. `pool_tokens` None: no bound; `retention_tokens` None: dense, else the interval."""
-
-    block_tokens: int
-    pool_tokens: int | None = None
-    preset: str = DEFAULT_PRESET
-    retention_tokens: int | None = None
-    check: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.block_tokens < 1:
-            raise ConfigError(f"--block-tokens is {self.block_tokens}: it must be above 0")
-        self.geometry()  # names an unknown preset
-        if self.pool_tokens is not None and self.pool_tokens < self.block_tokens:
-            raise ConfigError(
-                f"--pool-tokens {self.pool_tokens} is less than one block of {self.block_tokens}"
-                " tokens: raise it, or lower --block-tokens"
-            )
-        interval = self.retention_tokens
-        if interval is not None and (interval < 0 or interval % self.block_tokens):
-            raise ConfigError(
-                f"--retention {interval} is neither dense, nor 0, nor a multiple of the hit grid"
-                f" of {self.block_tokens} tokens (--block-tokens)"
-            )
-
-    def geometry(self) -> Geometry:
-        """The preset's groups, whole (no sharding)."""
-        return preset(self.preset, block_tokens=self.block_tokens)
-
-    def pages(self, geometry: Geometry) -> list[int]:
-        """Pages of each group, in the bytes that `pool_tokens` tokens of attention take.
-
-        States share these bytes: a fixed part of them, two pages at least.
-        """
-        if self.pool_tokens is None:
-            return [UNLIMITED] * len(geometry.groups)
-        blocks = self.pool_tokens // self.block_tokens
-        attention = sum(g.page_bytes for g in geometry.groups if isinstance(g, FullAttention))
-        state = sum(g.page_bytes for g in geometry.groups if isinstance(g, RecurrentState))
-        states = max(2, int(blocks * attention * STATE_SHARE) // state) if state else 0
-        blocks = (blocks * attention - states * state) // attention
-        if blocks < 1:
-            raise ConfigError(
-                f"--pool-tokens {self.pool_tokens} is less than two states of {self.preset} take"
-                f" ({2 * state} bytes, {-(-2 * state * self.block_tokens // attention)} tokens):"
-                " raise it"
-            )
-        return [blocks if isinstance(g, FullAttention) else states for g in geometry.groups]
-
-    def enough_tokens(self, tokens: int, geometry: Geometry) -> int:
-        """`pool_tokens` with which one request of `tokens` tokens fits, its states included."""
-        block = self.block_tokens
-        attention = sum(g.page_bytes for g in geometry.groups if isinstance(g, FullAttention))
-        state = sum(g.page_bytes for g in geometry.groups if isinstance(g, RecurrentState))
-        blocks = -(-tokens // block)
-        if state:
-            two = -(-2 * state // attention)
-            blocks = max(math.ceil(blocks / (1 - STATE_SHARE)), blocks + two)
-        return blocks * block
-
-    def policy(self) -> RetentionPolicy:
-        """The retention policy."""
-        return Dense() if self.retention_tokens is None else Sparse(self.retention_tokens)
 
 
 def foreign_digests(keys: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -119,88 +47,103 @@ def foreign_digests(keys: NDArray[np.int64]) -> NDArray[np.uint8]:
     return rows.view(np.uint8)
 
 
-@dataclass
-class _Totals:
-    """Sums over the counted requests."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    hit_tokens: int = 0
-    ideal_tokens: int = 0
-    states_kept: int = 0
-    lost: Counter[str] = field(default_factory=Counter)
-
-
 class Replay:
-    """One run over one trace. `serve` the requests in order, then read `report`."""
+    """One run over one trace. `serve` the requests in order, then read `report`.
 
-    def __init__(self, path: Path, trace_block_tokens: int, settings: ReplaySettings) -> None:
-        if settings.block_tokens % trace_block_tokens:
-            raise ConfigError(
-                f"--block-tokens {settings.block_tokens} is not a multiple of the trace's block of"
-                f" {trace_block_tokens} tokens"
-            )
+    Args:
+        geometry: another one than that of `settings.preset`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        trace_block_tokens: int,
+        settings: ReplaySettings,
+        *,
+        geometry: Geometry | None = None,
+    ) -> None:
         self._path = path
         self._settings = settings
-        self._merge = settings.block_tokens // trace_block_tokens
-        self._geometry = settings.geometry()
-        pages = settings.pages(self._geometry)
-        self._pages = pages
-        self._states = [
-            i for i, g in enumerate(self._geometry.groups) if isinstance(g, RecurrentState)
-        ]
+        self._geometry = settings.geometry if geometry is None else geometry
+        unit = self._geometry.hash_unit_tokens
+        if settings.block_tokens % trace_block_tokens or unit % trace_block_tokens:
+            raise ConfigError(
+                f"--block-tokens {settings.block_tokens} (keys of {unit} tokens) is not a multiple of"
+                f" the trace's block of {trace_block_tokens} tokens"
+            )
+        self._merge = unit // trace_block_tokens
+        self._slabs = arena_slabs(settings.pool_tokens, self._geometry)
+        self._state_group = next(
+            (i for i, rules in enumerate(self._geometry.rules) if rules.kind == "state"), None
+        )
         self._manager = Manager(
             self._geometry,
-            pages=pages,
+            slabs=self._slabs,
             retention=settings.policy(),
-            journal=bool(self._states),
+            movable=True,
+            journal=self._state_group is not None,
             seed=settings.seed,
         )
-        self._ideal = IdealCache(settings.block_tokens)
-        self._totals = _Totals()
-        self._peak_pages = [0] * len(pages)
+        self._ideal = IdealCache(unit, self._geometry.grid_tokens)
+        self._oracle = self._make_oracle() if settings.oracle else None
+        self._totals = Totals()
+        self._moved_pages = 0
+        self._moved_bytes = 0
+        self._peak_bytes = 0
         self._manager_seconds = 0.0
         self._checks = 0
         self._check_credit_pages = 0
+
+    def _make_oracle(self) -> ByteLru:
+        settings = self._settings
+        tokens = settings.pool_tokens
+        return ByteLru(
+            page_sizes(self._geometry, settings.preset),
+            capacity_bytes=None if tokens is None else arena_bytes(tokens, self._geometry),
+            policy=settings.policy(),
+            step_tokens=STEP_TOKENS,
+        )
 
     # ---- one request ---------------------------------------------------------------------------
 
     def serve(self, request: TraceRequest) -> None:
         """Play one request from open to finish."""
+        prompt, output = request.prompt_tokens, request.output_tokens
         keys = request.blocks[self._merge - 1 :: self._merge]
         digests = foreign_digests(keys)
         started = time.perf_counter()
         handle = self._open(request, digests)
         hit = self._manager.lookup(handle)
-        reused = self._compute(handle, hit.hit_tokens, request.prompt_tokens)
-        if request.output_tokens > 1:  # the last token of a reply is never fed back
-            self._manager.extend_foreign(handle, request.output_tokens)
-            self._compute(
-                handle, request.prompt_tokens, request.prompt_tokens + request.output_tokens - 1
-            )
-        served = time.perf_counter()
+        reused = self._compute(handle, hit.hit_tokens, prompt)
+        if output > 1:  # the last token of a reply is never fed back
+            self._manager.extend_foreign(handle, output)
+            self._compute(handle, prompt, prompt + output - 1)
+        policy_states = self._new_states()
+        computed = time.perf_counter()
         self._watch_peak()
         self._check(len(keys))
         finishing = time.perf_counter()
         self._manager.finish(handle)
-        states = self._new_states()
-        self._manager_seconds += served - started + time.perf_counter() - finishing
-        ideal = self._ideal.hit_tokens(keys, request.prompt_tokens)
-        if reused + sum(hit.lost.values()) != request.prompt_tokens:
+        end_states = self._new_states()
+        self._drop_moves()
+        self._manager_seconds += computed - started + time.perf_counter() - finishing
+        if reused + sum(hit.lost.values()) != prompt:
             raise InvariantError(
                 f"{self._path}, line {request.line}: {reused} hit and {hit.lost} lost tokens do not"
-                f" add up to a prompt of {request.prompt_tokens}"
+                f" add up to a prompt of {prompt}"
             )
+        ideal = self._ideal.hit_tokens(keys, prompt)
+        oracle = self._ask_oracle(request, keys)
         if request.counted:
-            totals = self._totals
-            totals.requests += 1
-            totals.prompt_tokens += request.prompt_tokens
-            totals.output_tokens += request.output_tokens
-            totals.hit_tokens += reused
-            totals.ideal_tokens += ideal
-            totals.states_kept += states
-            totals.lost.update(hit.lost)
+            served = Served(reused, ideal, oracle, policy_states, end_states, hit.lost)
+            self._totals.add(request, served)
+
+    def _ask_oracle(self, request: TraceRequest, keys: NDArray[np.int64]) -> int:
+        if self._oracle is None:
+            return 0
+        step = self._geometry.grid_tokens // self._geometry.hash_unit_tokens
+        blocks = keys[step - 1 :: step].tolist()
+        return self._oracle.serve(blocks, request.prompt_tokens, request.output_tokens)
 
     def _open(self, request: TraceRequest, digests: NDArray[np.uint8]) -> int:
         tokens = request.prompt_tokens + request.output_tokens
@@ -209,11 +152,12 @@ class Replay:
                 digests, prompt_tokens=request.prompt_tokens, max_tokens=tokens
             )
         except CapacityError as error:
-            enough = self._settings.enough_tokens(tokens, self._geometry)
+            slabs = self._geometry.slabs_needed(tokens)
             raise CapacityError(
                 f"{self._path}, line {request.line}: the request has {request.prompt_tokens} prompt"
                 f" and {request.output_tokens} output tokens, more than the pool of"
-                f" {self._settings.pool_tokens} has room for: raise --pool-tokens to {enough} or more"
+                f" {self._settings.pool_tokens} has room for: raise --pool-tokens to"
+                f" {tokens_of_slabs(slabs, self._geometry)} or more"
             ) from error
 
     def _compute(self, handle: int, start: int, end: int) -> int:
@@ -234,15 +178,29 @@ class Replay:
         return adopted
 
     def _new_states(self) -> int:
-        """States that got a key since the last call."""
-        if not self._states:
+        """States that got a key since the last call, counted once for all recurrent groups."""
+        if self._state_group is None:
             return 0
-        return int(np.isin(self._manager.take_keyed()["group"], self._states).sum())
+        return int((self._manager.take_keyed()["group"] == self._state_group).sum())
+
+    def _drop_moves(self) -> None:
+        moves = self._manager.take_moves()
+        if len(moves):
+            strides = np.array(self._geometry.stride_bytes, np.int64)
+            self._moved_pages += len(moves)
+            self._moved_bytes += int(strides[moves["size_class"]].sum())
 
     def _watch_peak(self) -> None:
-        for group, peak in enumerate(self._peak_pages):
-            stats = self._manager.pool_stats(group)
-            self._peak_pages[group] = max(peak, stats.created - stats.free)
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes())
+
+    def _used_bytes(self) -> int:
+        """Bytes of held and cached pages."""
+        return sum(
+            (size.held + size.cached) * stride
+            for size, stride in zip(
+                self._manager.arena_stats().classes, self._geometry.stride_bytes, strict=True
+            )
+        )
 
     # ---- checks --------------------------------------------------------------------------------
 
@@ -256,8 +214,8 @@ class Replay:
         if not self._settings.check:
             return
         self._check_credit_pages += _CHECK_PAGES_PER_REQUEST + _CHECK_PAGES_PER_BLOCK * blocks
-        exist = sum(self._manager.pool_stats(g).created for g in range(len(self._peak_pages)))
-        if self._check_credit_pages >= exist:
+        classes = self._manager.arena_stats().classes
+        if self._check_credit_pages >= sum(c.free + c.cached + c.held for c in classes):
             self._check_credit_pages = 0
             self._manager.check()
             self._checks += 1
@@ -266,43 +224,20 @@ class Replay:
 
     def report(self) -> dict[str, Any]:
         """The figures so far, as JSON values. Call when no request is open."""
-        leaked = sum(self._manager.pool_stats(g).held for g in range(len(self._peak_pages)))
         if self._settings.check:
             self._manager.check()
             self._checks += 1
-        totals, settings = self._totals, self._settings
-        prompt = totals.prompt_tokens
-        rate = totals.hit_tokens / prompt if prompt else 0.0
-        interval = settings.retention_tokens
+        arena = self._manager.arena_stats()
         return {
-            "trace": str(self._path),
-            "preset": settings.preset,
-            "block_tokens": settings.block_tokens,
-            "pool_tokens": "inf" if settings.pool_tokens is None else settings.pool_tokens,
-            "retention": "dense" if interval is None else interval,
-            "seed": settings.seed,
-            "requests": totals.requests,
-            "prompt_tokens": prompt,
-            "output_tokens": totals.output_tokens,
-            "hit_tokens": totals.hit_tokens,
-            "hit_rate": rate,
-            "ideal_hit_rate": totals.ideal_tokens / prompt if prompt else 0.0,
-            "hit_rate_by_source": {"device": rate},
-            "lost_tokens_by_cause": {cause: totals.lost[cause] for cause in LOSS_CAUSES},
-            "checkpoints_per_request": totals.states_kept / max(1, totals.requests),
-            "pool_pages": {
-                name: "inf" if count == UNLIMITED else count
-                for name, count in zip(self._group_names(), self._pages, strict=True)
-            },
-            "bytes_per_page": {g.name: g.page_bytes for g in self._geometry.groups},
-            "peak_used_pages": dict(zip(self._group_names(), self._peak_pages, strict=True)),
-            "peak_used_bytes": self._geometry.pool_bytes(self._peak_pages),
+            **setting_values(self._path, self._settings, self._geometry),
+            **self._totals.values(oracle=self._oracle is not None),
+            **arena_values(self._slabs, self._geometry),
+            "peak_used_bytes": self._peak_bytes,
+            "moved_pages": self._moved_pages,
+            "moved_bytes": self._moved_bytes,
+            "reclaimed_slabs": arena.reclaimed_slabs,
             "preemptions": 0,
-            "leaked_blocks": leaked,
+            "leaked_blocks": sum(size.held for size in arena.classes),
             "checks": self._checks,
             "manager_seconds": self._manager_seconds,
         }
-
-    def _group_names(self) -> list[str]:
-        groups: tuple[GroupSpec, ...] = self._geometry.groups
-        return [group.name for group in groups]

@@ -122,11 +122,18 @@ def failed(transfer: Transfer, error: str) -> TransferResult:
 
 @dataclass(frozen=True, slots=True)
 class PageRegion:
-    """Memory of one group's pages: page p lies at `address + p * page_bytes`. Not owned."""
+    """Memory of one group's pages: page p lies at `address + p * step_bytes`. Not owned."""
 
     address: int
     page_bytes: int
     pages: int
+    stride_bytes: int = 0
+    """From a page to the next; 0: they touch."""
+
+    @property
+    def step_bytes(self) -> int:
+        """From a page to the next."""
+        return self.stride_bytes or self.page_bytes
 
 
 @dataclass(slots=True)

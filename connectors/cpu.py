@@ -23,7 +23,6 @@ from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.core.copy import CopySegment, copy_pages
 from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.layout import Geometry
-from kvcache.core.specs import FullAttention
 
 DEFAULT_BATCH_BYTES = 16 << 20
 """About 2 ms of copying: how fine deadlines are, and how long a load waits for a store."""
@@ -40,10 +39,10 @@ def native_copy(
     """The native gather/scatter copy, whole pages."""
     segment = CopySegment(
         source.address,
-        source.page_bytes,
+        source.step_bytes,
         source.pages,
         target.address,
-        target.page_bytes,
+        target.step_bytes,
         target.pages,
         source.page_bytes,
     )
@@ -72,15 +71,18 @@ def split_bytes(
             f" {least} bytes, give at least that"
         )
     spans = [
-        g.block_tokens if isinstance(g, FullAttention) else state_interval_tokens
-        for g in geometry.groups
+        rules.block_tokens or (state_interval_tokens if rules.kind == "state" else 0)
+        for rules in geometry.rules
     ]
-    sizes = [g.page_bytes for g in geometry.groups]
+    cached = [
+        (g.page_bytes, span) for g, span in zip(geometry.groups, spans, strict=True) if span
+    ]
     # One page of each first, the rest by tokens: rounding down keeps the sum within the budget.
-    common = math.lcm(*spans)
-    common_bytes = sum(size * (common // span) for size, span in zip(sizes, spans, strict=True))
-    tokens = (capacity_bytes - least) * common // common_bytes
-    return tuple(1 + tokens // span for span in spans)
+    # Private pages are never stored.
+    common = math.lcm(*(span for _, span in cached))
+    common_bytes = sum(size * (common // span) for size, span in cached)
+    tokens = (capacity_bytes - least) * common // common_bytes if cached else 0
+    return tuple(1 + (tokens // span if span else 0) for span in spans)
 
 
 def _require_whole(name: str, value: object) -> None:
@@ -113,10 +115,16 @@ class CpuWorker(TierWorker):
                 f"register got {len(regions)} regions: this connector has {len(self._slots)} groups"
             )
         for group, (region, slot) in enumerate(zip(regions, self._slots, strict=True)):
-            if region.page_bytes != slot.page_bytes or region.pages < 1 or region.address < 1:
+            if (
+                region.page_bytes != slot.page_bytes
+                or region.step_bytes < region.page_bytes
+                or region.pages < 1
+                or region.address < 1
+            ):
                 raise ConfigError(
                     f"register: region of group {group} has {region.pages} pages of"
-                    f" {region.page_bytes} bytes at address {region.address}: it needs pages of"
+                    f" {region.page_bytes} bytes, {region.step_bytes} apart, at address"
+                    f" {region.address}: it needs pages of"
                     f" {slot.page_bytes} bytes, as the geometry says"
                 )
         if not self._closing.alive:

@@ -117,12 +117,14 @@ class Offload:
         groups = manager.geometry.groups
         if len(regions) != len(groups):
             raise ConfigError(f"{len(regions)} regions for {len(groups)} groups: give one each")
+        slabs, geometry = manager.arena_stats().slabs, manager.geometry
         for group, (spec, region) in enumerate(zip(groups, regions, strict=True)):
-            pages = manager.pool_stats(group).capacity
+            pages = slabs * geometry.pages_per_slab[geometry.class_of_group[group]]
             if region.pages < pages:
                 raise ConfigError(
-                    f"the region of group {spec.name!r} has {region.pages} pages, its pool may"
-                    f" use {pages}: make the region larger, or lower the manager's pages"
+                    f"the region of group {spec.name!r} has {region.pages} pages, an arena of"
+                    f" {slabs} slabs has up to {pages}: make the region larger, or lower the"
+                    " manager's slabs"
                 )
         self.manager = manager
         self._scheduler = connector.scheduler
@@ -174,7 +176,7 @@ class Offload:
     ) -> None:
         """Ends pins behind the first gap in attention: nothing there can be part of a hit."""
         tokens = max(hit.hit_tokens, hit.junction)
-        rows = [tokens // span for span in self.manager.geometry.block_tokens]
+        rows = [tokens // span if span else 0 for span in self.manager.geometry.block_tokens]
         if any(flags[n:].any() for flags, n in zip(present, rows, strict=True)):
             digests = [d[:n] for d, n in zip(keys.digests, rows, strict=True)]
             self._scheduler.lookup(keys._replace(digests=digests))  # replaces the pins
@@ -239,7 +241,7 @@ class Offload:
         faults.loads += 1
         for group, block_tokens in enumerate(self.manager.geometry.block_tokens):
             ends = items["end"][items["group"] == group]
-            if len(ends):
+            if block_tokens and len(ends):
                 faults.lost.append((group, ends // block_tokens - 1))
 
     # ---- stores --------------------------------------------------------------------------------
@@ -248,8 +250,11 @@ class Offload:
         """Store pages that got a key: after `end_step`, `finish` or `preempt` of the manager.
 
         What a full queue refuses is offered again when a store has ended; what was evicted until
-        then, or finds no room in the tier, is skipped and counted. Never waits.
+        then, or finds no room in the tier, is skipped and counted. Never waits. Nothing is stored
+        while the oldest request waits for space. The copies of `take_moves` must be done before.
         """
+        if self.manager.stats().frozen:
+            return
         while len(self._stores) < MAX_STORES and not (self._refused and self._stores):
             if not len(self._backlog):
                 self._backlog = self.manager.take_keyed()
@@ -270,9 +275,9 @@ class Offload:
         Returns what a full queue refused, unpinned.
         """
         nothing = items[:0]
-        pinned = self.manager.pin(items) == 1
-        self._gone_pages += int(len(items) - pinned.sum())
-        items = items[pinned]
+        pages = self.manager.pin(items)
+        items, self._gone_pages = items[pages >= 0], self._gone_pages + int((pages < 0).sum())
+        items["page"] = pages[pages >= 0]
         plan = self._scheduler.plan_store(KeyedPages(items, self.manager.namespaces))
         if plan is None:
             self._unpin(items)

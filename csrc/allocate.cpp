@@ -6,72 +6,52 @@
 
 namespace kvc {
 
-namespace {
-constexpr int64_t kMostStops = int64_t{1} << 24;
+using L = long long;
+
+// ---- the oldest request ---------------------------------------------------------------------------------------------
+
+// The oldest open request: the arena keeps its quota, and while it waits for space nobody else gets any.
+Request* Manager::guaranteed() {
+    if (Request* r = find(guaranteed_)) return r;
+    frozen_ = false;
+    guaranteed_ = 0;
+    Request* oldest = nullptr;
+    for (const Slot& slot : slots_)
+        if (slot.request && (!oldest || slot.request->order < oldest->order)) oldest = slot.request.get();
+    if (!oldest) return nullptr;
+    guaranteed_ = oldest->handle;
+    std::vector<int64_t> needs(pages_per_slab_.size(), 0);
+    for (const GroupRules& group : groups_)
+        needs[static_cast<size_t>(group.size_class)] += group.need(oldest->max_tokens, grid_);
+    arena_.guarantee(needs);
+    each_page(*oldest, [&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });
+    return oldest;
 }
 
-// ---- where states are snapshotted -----------------------------------------------------------------------------------
-
-bool Manager::is_declared(const Request& r, int64_t position) const {
-    return std::any_of(r.retained.begin(), r.retained.end(),
-                       [&](const Retained& retained) { return retained.position == position && retained.kept; });
+// Nothing else holds a page, now or until a step ends.
+bool Manager::alone(const Request& r) const {
+    const bool quiet = std::all_of(steps_.begin(), steps_.end(),
+                                   [](const Step& step) { return step.entries.empty() && step.releases.empty(); });
+    return quiet && holders_ == (r.state == RequestState::kWaiting ? 0 : 1) && loads_.empty() && pinned_ == 0;
 }
 
-// Frozen points in (start, end], ascending: the policy's, and the last grid point of the range.
-void Manager::add_stops(const Request& r, int64_t start, int64_t end, std::vector<Point>* points) const {
-    if (states_.empty()) return;
-    auto add = [&](int64_t position, bool policy, bool kept) {
-        if (position > start && position <= end)
-            points->push_back({.position = position, .pages = {}, .frozen = true, .policy = policy, .kept = kept});
-    };
-    for (const Retained& retained : r.retained) add(retained.position, true, retained.kept);
-    if (r.interval)
-        for (int64_t p = (start / r.interval + 1) * r.interval; p <= end; p += r.interval) add(p, true, false);
-    add(end / grid_ * grid_, false, false);
-    std::stable_sort(points->begin(), points->end(),
-                     [](const Point& a, const Point& b) { return a.position < b.position; });
-    size_t kept = 0;
-    for (Point& point : *points) {
-        if (kept && (*points)[kept - 1].position == point.position) {
-            (*points)[kept - 1].policy |= point.policy;
-            (*points)[kept - 1].kept |= point.kept;
-        } else {
-            (*points)[kept++] = std::move(point);
-        }
-    }
-    points->resize(kept);
+int32_t Manager::no_space(Request& r) {
+    const bool oldest = r.handle == guaranteed_;
+    frozen_ |= oldest;
+    bool younger = false;
+    for (const Slot& slot : slots_)
+        younger |= slot.request && slot.request->order > r.order && slot.request->state != RequestState::kWaiting;
+    if (younger) r.blockage = KVC_BLOCKED_PREEMPT;
+    else if (oldest && alone(r)) r.blockage = KVC_BLOCKED_RESTART;
+    else r.blockage = KVC_BLOCKED_WAIT;
+    return KVC_NO_SPACE;
 }
 
-int32_t Manager::stops(int64_t handle, int64_t start, int64_t end, int64_t* positions, int64_t cap, int64_t* n) {
+int32_t Manager::blockage(int64_t handle, int32_t* reason) {
     const Request* r = find(handle);
     if (!r) return unknown(handle);
-    if (start < 0 || end < start || end > r->max_tokens)
-        return fail(KVC_E_ARGUMENT, "range (%lld, %lld] does not ascend between 0 and max_tokens (%lld)",
-                    static_cast<long long>(start), static_cast<long long>(end), static_cast<long long>(r->max_tokens));
-    if (r->interval && (end - start) / r->interval > kMostStops)
-        return fail(KVC_E_ARGUMENT, "more than %lld stops in (%lld, %lld]: ask for a shorter range",
-                    static_cast<long long>(kMostStops), static_cast<long long>(start), static_cast<long long>(end));
-    std::vector<Point> points;
-    add_stops(*r, start, end, &points);
-    *n = static_cast<int64_t>(points.size());
-    for (int64_t i = 0; i < std::min(*n, cap); ++i) positions[i] = points[static_cast<size_t>(i)].position;
+    *reason = r->blockage;
     return KVC_OK;
-}
-
-// The longest grant up to `end` whose states can ever be held at one time: one page for each point of the plan, and one for
-// the state that the request has. So a request that is alone always gets on, chunk by chunk.
-std::vector<Point> Manager::make_plan(const Request& r, int64_t start, int64_t* end) const {
-    std::vector<Point> plan;
-    if (states_.empty() || *end == start) return plan;
-    int64_t most = kMostStops;
-    for (const int32_t group : states_) most = std::min(most, pools_[static_cast<size_t>(group)].capacity());
-    if (start > 0) most = std::max<int64_t>(most - 1, 1);
-    if (r.interval && (*end - start) / r.interval > most) *end = (start / r.interval + most) * r.interval;
-    add_stops(r, start, *end, &plan);
-    if (plan.empty() || plan.back().position < *end) plan.push_back({.position = *end, .pages = {}});
-    if (static_cast<int64_t>(plan.size()) > most) plan.resize(static_cast<size_t>(most));
-    *end = plan.back().position;
-    return plan;
 }
 
 // ---- what a first grant takes over ----------------------------------------------------------------------------------
@@ -80,214 +60,370 @@ std::vector<Point> Manager::make_plan(const Request& r, int64_t start, int64_t* 
 bool Manager::gather(const Request& r, Adoption* adoption) const {
     adoption->pages.assign(groups_.size(), {});
     adoption->loads = 0;
-    for (size_t g = 0; g < groups_.size(); ++g) {
-        const Pool& pool = pools_[g];
-        const auto group = static_cast<int32_t>(g);
-        auto add = [&](const Digest& digest, int64_t index) {
-            const int32_t page = pool.find(digest, r.ns);
-            const bool visible = page != kNoPage && pool.page(page).key == Page::kVisible;
-            if (!visible && !is_present(r, group, index)) return false;
-            adoption->pages[g].push_back(visible ? page : kNoPage);
-            adoption->loads += !visible;
+    if (!adoption->hit) return true;
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        const GroupRules& group = rules(g);
+        auto& pages = adoption->pages[static_cast<size_t>(g)];
+        auto add = [&](const Digest* key, int64_t index) {
+            const int32_t page = key ? arena_.find(g, *key, r.ns) : kNoPage;
+            const bool visible = page != kNoPage && arena_.page(g, page).key == Page::kVisible;
+            if (visible) {
+                pages.push_back(page);
+            } else if (key && is_present(r, g, index)) {
+                pages.push_back(kNoPage);
+                ++adoption->loads;
+            } else if (group.draft()) {
+                pages.push_back(kHole);
+            } else {
+                return false;
+            }
             return true;
         };
-        if (groups_[g].kind == KVC_RECURRENT) {
-            if (adoption->hit && !add(*digest_at(r, adoption->hit), adoption->hit / grid_ - 1)) return false;
-            continue;
-        }
-        const DigestRun run = run_of(r, group, adoption->hit);
-        adoption->pages[g].reserve(static_cast<size_t>(run.count));
-        for (int64_t i = 0; i < run.count; ++i)
-            if (!add(run.at(i), i)) return false;
+        if (group.state() && !add(digest_at(r, adoption->hit), adoption->hit / grid_ - 1)) return false;
+        if (!group.blocks()) continue;
+        const int64_t first = group.need_begin(adoption->hit) / group.block_tokens;
+        const int64_t end = adoption->hit / group.block_tokens;
+        pages.reserve(static_cast<size_t>(end - first));
+        Digest key;
+        for (int64_t b = first; b < end; ++b)
+            if (!add(block_key(r, g, b, &key) ? &key : nullptr, b)) return false;
     }
     return true;
 }
 
-Manager::Adoption Manager::adopt(Request& r) const {
-    Adoption adoption;
-    if (!r.looked_up) {
-        gather(r, &adoption);
-        return adoption;
+// Would the oldest request keep its quota with this hit?
+bool Manager::keeps_quota(const Adoption& adoption, const Request& r) const {
+    std::vector<int64_t> needs = class_needs(r.max_tokens);
+    std::vector<std::vector<bool>> seen(needs.size());
+    std::vector<int64_t> pinned(needs.size(), 0);
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        const auto c = static_cast<size_t>(rules(g).size_class);
+        seen[c].resize(static_cast<size_t>(arena_.created_slabs()));
+        for (const int32_t page : adoption.pages[static_cast<size_t>(g)]) {
+            if (page < 0) continue;
+            auto slab = seen[c][static_cast<size_t>(page / pages_per_slab_[c])];
+            pinned[c] += !slab;
+            slab = true;
+        }
     }
-    if (r.hit_version != version()) r.hit = longest(r, kPresent).hit;
-    r.hit_version = version();
-    adoption.hit = r.hit;
+    int64_t quota = 0;
+    for (size_t c = 0; c < needs.size(); ++c) quota += std::max(needs[c], pinned[c]);
+    return quota <= arena_.slabs();
+}
+
+// The hit of the last lookup, found again if keys came or went since. The oldest request's is cut to what keeps its quota:
+// no hit always does.
+Manager::Adoption Manager::adopt(Request& r, bool oldest) const {
+    Adoption adoption;
+    if (r.looked_up && r.hit_version != arena_.version()) {
+        r.hit = longest(r, kPresent, reach_of(r)).hit;
+        r.hit_version = arena_.version();
+    }
+    adoption.hit = r.looked_up ? r.hit : 0;
     if (!gather(r, &adoption)) {
         adoption.hit = 0;
         gather(r, &adoption);
     }
+    if (!oldest || pages_per_slab_.size() == 1 || keeps_quota(adoption, r)) return adoption;
+    int64_t good = 0, bad = adoption.hit / grid_;  // in grid units
+    while (bad - good > 1) {
+        const int64_t middle = good + (bad - good) / 2;
+        adoption.hit = longest(r, kPresent, middle * grid_).hit;
+        (gather(r, &adoption) && keeps_quota(adoption, r) ? good : bad) = middle;
+    }
+    adoption.hit = longest(r, kPresent, good * grid_).hit;
+    if (!gather(r, &adoption)) adoption = {};
+    if (adoption.pages.empty()) gather(r, &adoption);
     return adoption;
 }
 
 // ---- counting -------------------------------------------------------------------------------------------------------
 
-// New pages of each group for a grant that ends at `end`.
-void Manager::count_new(const Request& r, const Adoption* adoption, size_t plan_points, int64_t end,
-                        std::vector<int64_t>* pages) const {
-    pages->assign(groups_.size(), 0);
+// What a grant up to `end` takes: new pages of each group.
+Manager::Demand Manager::demand_of(const Request& r, const Adoption* adoption, int64_t start, int64_t end,
+                                   int64_t drafts) const {
+    Demand demand{start, end, make_plan(r, start, end, drafts), std::vector<int64_t>(groups_.size(), 0),
+                  std::vector<int64_t>(pages_per_slab_.size(), 0)};
+    const auto points = static_cast<int64_t>(demand.plan.size());
     const bool in_place = !adoption && !r.working.pages.empty();
     // Pages of an uncommitted grant are used again; the one in place is the working state's.
-    const size_t reusable = r.plan_open ? r.plan.size() : (in_place ? 1 : 0);
-    for (size_t g = 0; g < groups_.size(); ++g) {
-        int64_t& count = (*pages)[g];
-        if (groups_[g].kind == KVC_RECURRENT) {
-            if (adoption) count = static_cast<int64_t>(plan_points);
-            else count = std::max<int64_t>(static_cast<int64_t>(plan_points) - static_cast<int64_t>(reusable), 0);
-            if (adoption && !adoption->pages[g].empty() && adoption->pages[g][0] == kNoPage) ++count;
-            continue;
-        }
-        const int64_t blocks = (end + groups_[g].block_tokens - 1) / groups_[g].block_tokens;
+    const int64_t reusable = r.plan_open ? static_cast<int64_t>(r.plan.size()) : (in_place ? 1 : 0);
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        const GroupRules& group = rules(g);
+        int64_t& count = demand.pages[static_cast<size_t>(g)];
         if (adoption) {
-            const auto& found = adoption->pages[g];
-            count = blocks - static_cast<int64_t>(found.size()) + std::count(found.begin(), found.end(), kNoPage);
+            const auto& found = adoption->pages[static_cast<size_t>(g)];
+            count = std::count_if(found.begin(), found.end(), [](int32_t page) { return page < 0; });
+            if (group.state()) count += points;
+            else if (group.blocks()) count += group.blocks_upto(end) - start / group.block_tokens;
+            else count = group.request_pages;
+        } else if (group.state()) {
+            count = std::max<int64_t>(points - reusable, 0);
+        } else if (group.blocks()) {
+            count = std::max<int64_t>(group.blocks_upto(end) - r.tables[static_cast<size_t>(g)].end(), 0);
+        }
+        demand.classes[static_cast<size_t>(group.size_class)] += count;
+    }
+    return demand;
+}
+
+// Slabs that the request alone would fill after the grant, at least what it was admitted with.
+int64_t Manager::slabs_after(const Request& r, const Adoption* adoption, const Demand& demand) const {
+    std::vector<int64_t> held = demand.classes;
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        const auto c = static_cast<size_t>(rules(g).size_class);
+        const auto i = static_cast<size_t>(g);
+        if (adoption) {
+            const auto& found = adoption->pages[i];
+            held[c] += std::count_if(found.begin(), found.end(), [](int32_t page) { return page >= 0; });
         } else {
-            count = std::max<int64_t>(blocks - static_cast<int64_t>(r.tables[g].size()), 0);
+            held[c] += static_cast<int64_t>(r.tables[i].pages.size());
         }
     }
-}
-
-// Pages of the hit that are cached now cannot be evicted by the same call.
-bool Manager::fits(const Adoption* adoption, const std::vector<int64_t>& pages) const {
-    for (size_t g = 0; g < groups_.size(); ++g) {
-        int64_t available = pools_[g].available();
-        if (adoption)
-            for (const int32_t page : adoption->pages[g])
-                available -= page != kNoPage && pools_[g].page(page).refs == 0;
-        if (pages[g] > available) return false;
+    if (!adoption) {
+        int64_t states = static_cast<int64_t>(r.points.size()) + !r.working.pages.empty();
+        if (r.plan_open) states += static_cast<int64_t>(r.plan.size()) - !r.working.pages.empty();
+        for (const int32_t g : states_) held[static_cast<size_t>(rules(g).size_class)] += states;
     }
-    return true;
+    const std::vector<int64_t> needs = class_needs(r.max_tokens);
+    int64_t slabs = 0;
+    for (size_t c = 0; c < held.size(); ++c)
+        slabs += std::max(needs[c], (held[c] + pages_per_slab_[c] - 1) / pages_per_slab_[c]);
+    return slabs;
 }
 
-int32_t Manager::check_allocate(const Request& r, int64_t n_tokens, int64_t start) const {
-    using L = long long;
+// The longest grant up to `end` that the request could ever hold, if it were alone; one token where there is none (states
+// of open steps count, and go away).
+Manager::Demand Manager::fitting_demand(const Request& r, const Adoption* adoption, int64_t start, int64_t end,
+                                        int64_t drafts) const {
+    if (const int64_t limit = plan_limit(r, start, end); limit < end) {
+        end = limit;
+        drafts = 0;
+    }
+    Demand demand = demand_of(r, adoption, start, end, drafts);
+    if (slabs_after(r, adoption, demand) <= arena_.slabs()) return demand;
+    int64_t good = std::min(start + 1, end), bad = end;
+    while (bad - good > 1) {
+        const int64_t middle = good + (bad - good) / 2;
+        demand = demand_of(r, adoption, start, middle, 0);
+        (slabs_after(r, adoption, demand) <= arena_.slabs() ? good : bad) = middle;
+    }
+    return demand_of(r, adoption, start, good, 0);
+}
+
+int32_t Manager::check_allocate(const Request& r, int64_t n_tokens, int64_t n_drafts, int64_t start) const {
     if (r.state == RequestState::kLoading)
         return fail(KVC_E_STATE, "request %lld waits for load %lld: end it first", static_cast<L>(r.handle),
                     static_cast<L>(r.load));
-    if (n_tokens < 0) return fail(KVC_E_ARGUMENT, "a grant of %lld tokens", static_cast<L>(n_tokens));
-    if (n_tokens > r.max_tokens - start)
+    if (n_tokens < 0 || n_drafts < 0 || (n_drafts && !n_tokens))
+        return fail(KVC_E_ARGUMENT, "a grant of %lld tokens and %lld drafts", static_cast<L>(n_tokens),
+                    static_cast<L>(n_drafts));
+    if (n_tokens > r.max_tokens - start || n_drafts > r.max_tokens - start - n_tokens)
         return fail(KVC_E_ARGUMENT,
-                    "%lld tokens from token %lld on were asked for, but max_tokens is %lld: raise it in open()",
-                    static_cast<L>(n_tokens), static_cast<L>(start), static_cast<L>(r.max_tokens));
+                    "%lld tokens and %lld drafts from token %lld on were asked for, but max_tokens is %lld: raise it in"
+                    " open()",
+                    static_cast<L>(n_tokens), static_cast<L>(n_drafts), static_cast<L>(start),
+                    static_cast<L>(r.max_tokens));
     return KVC_OK;
 }
 
-int32_t Manager::need(int64_t handle, int64_t n_tokens, int64_t* pages) {
+int32_t Manager::need(int64_t handle, int64_t n_tokens, int64_t n_drafts, int64_t* pages) {
     Request* r = find(handle);
     if (!r) return unknown(handle);
-    std::vector<int64_t> counts;
     const bool waiting = r->state == RequestState::kWaiting;
     Adoption adoption;
-    if (waiting) adoption = adopt(*r);
+    if (waiting) adoption = adopt(*r, r == guaranteed());
     const int64_t start = waiting ? adoption.hit : r->committed;
-    if (const auto status = check_allocate(*r, n_tokens, start)) return status;
-    int64_t end = start + (adoption.loads ? 0 : n_tokens);
-    const size_t points = make_plan(*r, start, &end).size();
-    count_new(*r, waiting ? &adoption : nullptr, points, end, &counts);
-    std::copy(counts.begin(), counts.end(), pages);
+    if (const auto status = check_allocate(*r, n_tokens, n_drafts, start)) return status;
+    const int64_t end = start + (adoption.loads ? 0 : n_tokens + n_drafts);
+    const Demand demand = fitting_demand(*r, waiting ? &adoption : nullptr, start, end, adoption.loads ? 0 : n_drafts);
+    std::copy(demand.pages.begin(), demand.pages.end(), pages);
     return KVC_OK;
 }
 
 // ---- taking ---------------------------------------------------------------------------------------------------------
 
-// All memory that the call needs is set aside first, so that running out of it changes nothing.
-void Manager::start(Request& r, const Adoption& adoption) {
-    std::vector<std::vector<int32_t>> tables(groups_.size());
-    std::vector<int64_t> keyed_blocks(groups_.size(), 0);
-    Point state{.position = adoption.hit, .pages = {}, .frozen = true, .policy = true};
-    state.pages.reserve(states_.size());
-    r.points.reserve(r.points.size() + 1);
-    for (size_t g = 0; g < groups_.size(); ++g)
-        if (groups_[g].kind == KVC_FULL) tables[g].reserve(adoption.pages[g].size());
-    Load fresh;
-    fresh.items.reserve(static_cast<size_t>(adoption.loads));
-    Load* load = adoption.loads ? &(loads_[last_load_ + 1] = std::move(fresh)) : nullptr;
+int32_t Manager::take_page(const Request& r, int32_t group) {
+    return r.handle == guaranteed_ ? arena_.take_mine(group) : arena_.take(group);
+}
 
-    for (size_t g = 0; g < groups_.size(); ++g)  // before anything is taken, so that nothing of the hit is evicted
-        for (const int32_t page : adoption.pages[g])
-            if (page != kNoPage) pools_[g].adopt(page);
-    if (is_declared(r, adoption.hit))
-        for (const int32_t g : states_)
-            if (adoption.hit && adoption.pages[static_cast<size_t>(g)][0] != kNoPage)
-                pools_[static_cast<size_t>(g)].keep(adoption.pages[static_cast<size_t>(g)][0]);
-    for (size_t g = 0; g < groups_.size(); ++g) {
-        auto& target = groups_[g].kind == KVC_RECURRENT ? state.pages : tables[g];
-        for (const int32_t page : adoption.pages[g]) target.push_back(page != kNoPage ? page : pools_[g].take());
-        if (groups_[g].kind == KVC_FULL) keyed_blocks[g] = static_cast<int64_t>(adoption.pages[g].size());
+// A page that no step has touched yet.
+void Manager::drop_now(const Request& r, int32_t group, int32_t page) {
+    if (r.handle == guaranteed_) arena_.mine(group, page, -1);
+    arena_.release(group, page);
+}
+
+// A waiting request takes over its hit; pages of it that must be loaded are taken.
+void Manager::start(Request& r, const Adoption& adoption, Point state, Load* load) {
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        const GroupRules& group = rules(g);
+        const auto i = static_cast<size_t>(g);
+        Table& table = r.tables[i];
+        if (group.blocks()) table.first = group.need_begin(adoption.hit) / group.block_tokens;
+        for (const int32_t found : adoption.pages[i]) {
+            const int32_t page = found >= 0 ? found : take_page(r, g);
+            if (found == kHole) r.holes[i].push_back(table.end());
+            (group.state() ? state.pages : table.pages).push_back(page);
+        }
+        if (group.kind == KVC_PRIVATE)
+            for (int32_t n = 0; n < group.request_pages; ++n) table.pages.push_back(take_page(r, g));
+        r.keyed_blocks[i] = group.full() ? table.end() : 0;
+        r.span_pending[i] = r.span_settled[i] = adoption.hit;
+        if (is_declared(r, adoption.hit))
+            for (const int32_t page : adoption.pages[i])
+                if (page >= 0 && !group.full()) arena_.keep(g, page);
     }
     if (!state.pages.empty()) r.points.push_back(std::move(state));
     ++r.run;
-    r.tables = std::move(tables);
-    r.keyed_blocks = std::move(keyed_blocks);
+    ++holders_;
     r.present.clear();
     r.looked_up = false;
     r.granted = adoption.hit;
+    r.drafts = 0;
     r.state = RequestState::kRunning;
     if (load) start_load(r, adoption, load);
     else r.computed = r.committed = adoption.hit;
 }
 
-// Attention tables grow to `end`; the plan's points get their pages.
+// Tables grow to `end`; the plan's points get their pages.
 void Manager::grant(Request& r, std::vector<Point> plan, int64_t end) {
-    std::vector<int32_t> source;
-    if (!r.working.pages.empty()) source = r.working.pages;
-    else if (!r.points.empty()) source = r.points.back().pages;
-    for (Point& point : plan) point.pages.reserve(states_.size());
-    for (const int32_t g : attention_) {
-        auto& table = r.tables[static_cast<size_t>(g)];
-        const int64_t block = groups_[static_cast<size_t>(g)].block_tokens;
-        const auto blocks = static_cast<size_t>((end + block - 1) / block);
-        if (blocks > table.capacity()) table.reserve(std::max(blocks, 2 * table.size()));
-    }
-
-    for (const int32_t g : attention_) {
-        auto& table = r.tables[static_cast<size_t>(g)];
-        const int64_t block = groups_[static_cast<size_t>(g)].block_tokens;
-        while (static_cast<int64_t>(table.size()) * block < end) table.push_back(pools_[static_cast<size_t>(g)].take());
-    }
-    for (const int32_t g : attention_) {  // what a longer grant that was not committed had taken
-        auto& table = r.tables[static_cast<size_t>(g)];
-        const int64_t block = groups_[static_cast<size_t>(g)].block_tokens;
-        for (; static_cast<int64_t>(table.size() - 1) * block >= end && !table.empty(); table.pop_back())
-            pools_[static_cast<size_t>(g)].release(table.back());
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        if (!rules(g).blocks()) continue;
+        Table& table = r.tables[static_cast<size_t>(g)];
+        const int64_t blocks = rules(g).blocks_upto(end);
+        while (table.end() < blocks) table.pages.push_back(take_page(r, g));
+        for (; table.end() > std::max(blocks, table.first); table.pages.pop_back())  // of a longer, uncommitted grant
+            drop_now(r, g, table.pages.back());
     }
     const std::vector<Point> old = r.plan_open ? std::move(r.plan) : std::vector<Point>{};
-    r.plan_source = std::move(source);
     for (size_t s = 0; s < states_.size(); ++s) {
-        const auto g = static_cast<size_t>(states_[s]);
         size_t reused = 0;
         for (size_t i = 0; i < plan.size(); ++i) {
             int32_t page;
             if (reused < old.size()) page = old[reused++].pages[s];
             else if (i == 0 && !r.working.pages.empty()) page = r.working.pages[s];
-            else page = pools_[g].take();
+            else page = take_page(r, states_[s]);
             plan[i].pages.push_back(page);
         }
         // An uncommitted grant's first page is the working state itself where there is one: it stays.
         for (size_t i = reused; i < old.size(); ++i)
-            if (i > 0 || r.working.pages.empty()) pools_[g].release(old[i].pages[s]);
+            if (i > 0 || r.working.pages.empty()) drop_now(r, states_[s], old[i].pages[s]);
     }
     r.plan = std::move(plan);
     r.plan_open = !r.plan.empty();
     r.granted = end;
 }
 
-int32_t Manager::allocate(int64_t handle, int64_t n_tokens, kvc_grant* out) {
+// All memory that the call needs is set aside first, so that running out of it changes nothing. Pages of the hit get their
+// reference before anything is evicted.
+bool Manager::try_grant(Request& r, const Adoption* adoption, Demand demand) {
+    std::vector<int64_t> keys(groups_.size(), 0);
+    if (adoption && adoption->loads) keys = demand.pages;
+    arena_.reserve(demand.classes, keys);
+    if (adoption) {
+        r.tables.assign(groups_.size(), {});
+        r.holes.assign(groups_.size(), {});
+        for (auto* cursors : {&r.keyed_blocks, &r.span_pending, &r.span_settled}) cursors->assign(groups_.size(), 0);
+        r.points.reserve(r.points.size() + 1);
+    }
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        const auto i = static_cast<size_t>(g);
+        const size_t found = adoption ? adoption->pages[i].size() : 0;
+        auto& pages = r.tables[i].pages;
+        const size_t wanted = pages.size() + found + static_cast<size_t>(demand.pages[i]);
+        if (!rules(g).state() && wanted > pages.capacity()) pages.reserve(std::max(wanted, 2 * pages.size()));
+        if (rules(g).draft()) r.holes[i].reserve(found);
+    }
+    for (Point& point : demand.plan) point.pages.reserve(states_.size());
+    Point state{.position = adoption ? adoption->hit : 0, .pages = {}, .frozen = true, .wanted = state_set_};
+    state.pages.reserve(states_.size());
+    std::vector<int32_t> source;
+    source.reserve(states_.size());
+    if (!r.working.pages.empty()) source = r.working.pages;
+    else if (!r.points.empty()) source = r.points.back().pages;
+    std::unordered_map<int64_t, Load> fresh;
+    if (adoption && adoption->loads) {
+        Load& load = fresh[last_load_ + 1];
+        load.items.reserve(static_cast<size_t>(adoption->loads));
+        load.parents.reserve(static_cast<size_t>(adoption->loads));
+        loads_.reserve(loads_.size() + 1);
+    }
+
+    const bool oldest = r.handle == guaranteed_;
+    int64_t adopted_pages = 0;
+    for (size_t g = 0; adoption && g < groups_.size(); ++g)
+        adopted_pages += static_cast<int64_t>(adoption->pages[g].size());
+    arena_.mark(adopted_pages);
+    bool secured = false, counted = false;
+    auto each_adopted = [&](auto&& visit) {
+        for (int32_t g = 0; adoption && g < n_groups_; ++g)
+            for (const int32_t page : adoption->pages[static_cast<size_t>(g)])
+                if (page >= 0) visit(g, page);
+    };
+    try {
+        each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });
+        if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });
+        counted = oldest;
+        secured = oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes);
+    } catch (...) {
+        if (counted) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, -1); });
+        arena_.rollback();
+        throw;
+    }
+    if (!secured) {
+        if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, -1); });
+        arena_.rollback();
+        if (adoption) r.tables.clear();
+        return false;
+    }
+    arena_.commit_mark();
+    if (adoption) {
+        Load* load = fresh.empty() ? nullptr : &loads_.insert(fresh.extract(fresh.begin())).position->second;
+        start(r, *adoption, std::move(state), load);
+        if (source.empty() && !r.points.empty()) source = r.points.back().pages;
+    }
+    if (!adoption || !adoption->loads) {
+        r.plan_source = std::move(source);
+        grant(r, std::move(demand.plan), demand.end);
+    }
+    return true;
+}
+
+int32_t Manager::allocate(int64_t handle, int64_t n_tokens, int64_t n_drafts, kvc_grant* out) {
     Request* r = find(handle);
     if (!r) return unknown(handle);
+    const bool oldest = r == guaranteed();
     const bool waiting = r->state == RequestState::kWaiting;
     Adoption adoption;
-    if (waiting) adoption = adopt(*r);
-    const int64_t start_at = waiting ? adoption.hit : r->committed;
-    if (const auto status = check_allocate(*r, n_tokens, start_at)) return status;
-    int64_t end = start_at + (adoption.loads ? 0 : n_tokens);
-    std::vector<Point> plan = make_plan(*r, start_at, &end);
-    std::vector<int64_t> pages;
-    count_new(*r, waiting ? &adoption : nullptr, plan.size(), end, &pages);
-    if (!fits(waiting ? &adoption : nullptr, pages)) return KVC_NO_SPACE;
-    for (size_t g = 0; g < groups_.size(); ++g) pools_[g].reserve(pages[g], adoption.loads ? pages[g] : 0);
-    if (waiting) start(*r, adoption);
-    if (!adoption.loads) grant(*r, std::move(plan), end);
-    *out = {waiting ? adoption.hit : 0, start_at, end, r->load, adoption.loads};
+    if (waiting && (oldest || !frozen_)) adoption = adopt(*r, oldest);
+    const Adoption* adopted = waiting ? &adoption : nullptr;
+    const int64_t at = waiting ? adoption.hit : r->committed;
+    if (const auto status = check_allocate(*r, n_tokens, n_drafts, at)) return status;
+    r->blockage = KVC_BLOCKED_NOT;
+    if (frozen_ && !oldest) {
+        r->blockage = KVC_BLOCKED_FROZEN;
+        return KVC_NO_SPACE;
+    }
+    const int64_t drafts = adoption.loads ? 0 : n_drafts;
+    Demand demand = fitting_demand(*r, adopted, at, at + (adoption.loads ? 0 : n_tokens + n_drafts), drafts);
+    int64_t end = demand.end;
+    bool granted = false;
+    try {
+        granted = try_grant(*r, adopted, std::move(demand));
+        // Nothing but the oldest request itself is left: it gets on, if only by one token.
+        while (!granted && oldest && end - at > 1 && alone(*r)) {
+            end = at + (end - at) / 2;
+            granted = try_grant(*r, adopted, demand_of(*r, adopted, at, end, 0));
+        }
+    } catch (...) {
+        if (waiting) r->tables.clear();
+        throw;
+    }
+    if (!granted) return no_space(*r);
+    if (oldest) frozen_ = false;
+    r->drafts = std::max<int64_t>(drafts - (at + n_tokens + drafts - end), 0);
+    if (adoption.loads) r->drafts = 0;
+    *out = {waiting ? adoption.hit : 0, at, end, r->load, adoption.loads};
     return KVC_OK;
 }
 

@@ -1,10 +1,9 @@
-// Refuses a second thread instead of corrupting state, and small helpers that both ABI files share.
+// Refuses a second thread instead of corrupting state; refuses NULL where the ABI wants an address.
 #pragma once
 
 #include <atomic>
 
 #include "error.h"
-#include "pool.h"
 
 namespace kvc {
 
@@ -24,15 +23,18 @@ int32_t exclusively(Exclusive& exclusive, const char* what, Body&& body) noexcep
     return status;
 }
 
-inline void fill_stats(const Pool& pool, kvc_pool_stats* out) {
-    *out = {};
-    out->capacity = pool.capacity();
-    out->created = pool.created();
-    out->free = pool.free_count();
-    out->cached = pool.cached();
-    out->held = pool.created() - pool.free_count() - pool.cached();
-    out->keyed = pool.keyed();
-    out->evictions = pool.evictions();
+// For `if (const auto status = not_null("out", out, "n", n)) return status;`
+inline int32_t not_null() { return KVC_OK; }
+template <typename... Rest>
+int32_t not_null(const char* name, const void* address, Rest... rest) {
+    if (!address) return fail(KVC_E_ARGUMENT, "%s is NULL", name);
+    return not_null(rest...);
+}
+
+// An array of n entries, or of room for n.
+inline int32_t check_array(const char* name, const void* address, int64_t n) {
+    if (n < 0) return fail(KVC_E_ARGUMENT, "%s has %lld entries", name, static_cast<long long>(n));
+    return n ? not_null(name, address) : KVC_OK;
 }
 
 }  // namespace kvc

@@ -12,23 +12,28 @@ using L = long long;
 // can wait for the load instead of starting another.
 void Manager::start_load(Request& r, const Adoption& adoption, Load* load) {
     load->handle = r.handle;
-    for (size_t g = 0; g < groups_.size(); ++g) {
-        const bool state = groups_[g].kind == KVC_RECURRENT;
-        const auto at = std::find(states_.begin(), states_.end(), static_cast<int32_t>(g)) - states_.begin();
-        for (size_t i = 0; i < adoption.pages[g].size(); ++i) {
-            if (adoption.pages[g][i] != kNoPage) continue;
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        const auto i = static_cast<size_t>(g);
+        const bool state = rules(g).state();
+        const auto s = static_cast<size_t>(std::find(states_.begin(), states_.end(), g) - states_.begin());
+        for (size_t n = 0; n < adoption.pages[i].size(); ++n) {
+            if (adoption.pages[i][n] != kNoPage) continue;
+            const int64_t block = r.tables[i].first + static_cast<int64_t>(n);
             kvc_keyed item{};
             item.handle = r.handle;
             item.ns = r.ns;
-            item.group = static_cast<int32_t>(g);
-            item.page = state ? r.points.back().pages[static_cast<size_t>(at)] : r.tables[g][i];
-            item.end = state ? adoption.hit : static_cast<int64_t>(i + 1) * groups_[g].block_tokens;
-            const Digest* digest = digest_at(r, item.end);
-            std::memcpy(item.digest, digest->bytes, 32);
-            pools_[g].acquire(item.page);
-            pools_[g].publish(item.page, *digest, r.ns, item.end, Page::kPending);
-            if (state && is_declared(r, item.end)) pools_[g].keep(item.page);
+            item.group = g;
+            item.page = state ? r.points.back().pages[s] : r.tables[i].page(block);
+            item.end = state ? adoption.hit : (block + 1) * rules(g).block_tokens;
+            Digest key;
+            if (state) key = *digest_at(r, item.end);
+            else block_key(r, g, block, &key);
+            std::memcpy(item.digest, key.bytes, 32);
+            arena_.acquire(g, item.page);
+            arena_.publish(g, item.page, key, r.ns, item.end, Page::kPending);
+            if (!rules(g).full() && is_declared(r, adoption.hit)) arena_.keep(g, item.page);
             load->items.push_back(item);
+            load->parents.push_back(parent_key(r, g, item.end));
         }
     }
     r.load = ++last_load_;
@@ -52,11 +57,10 @@ int32_t Manager::abandon_load(int64_t load) {
     const auto at = loads_.find(load);
     if (at == loads_.end()) return fail(KVC_E_HANDLE, "load %lld is not open", static_cast<L>(load));
     Request* r = at->second.handle ? find(at->second.handle) : nullptr;
+    if (r) reserve_drop(*r);
     // Its keys go at once: a twin must not wait for a load that may never end.
-    for (const kvc_keyed& item : at->second.items) {
-        Pool& pool = pools_[static_cast<size_t>(item.group)];
-        if (pool.page(item.page).key == Page::kPending) pool.unpublish(item.page);
-    }
+    for (const kvc_keyed& item : at->second.items)
+        if (arena_.page(item.group, item.page).key == Page::kPending) arena_.unpublish(item.group, item.page);
     if (r) drop_pages(*r);
     return KVC_OK;
 }
@@ -67,25 +71,30 @@ int32_t Manager::end_load(int64_t id, const uint8_t* ok, int64_t n) {
     if (n != static_cast<int64_t>(at->second.items.size()))
         return fail(KVC_E_ARGUMENT, "%lld results for load %lld of %zu pages", static_cast<L>(n), static_cast<L>(id),
                     at->second.items.size());
-    for (const kvc_keyed& item : at->second.items) pools_[static_cast<size_t>(item.group)].reserve(0, n);
+    for (int32_t g = 0; g < n_groups_; ++g) arena_.reserve_keys(g, n);
+    Request* r = at->second.handle ? find(at->second.handle) : nullptr;
+    if (r) reserve_drop(*r);
     const Load load = std::move(at->second);
     loads_.erase(at);
-    Request* r = load.handle ? find(load.handle) : nullptr;
+    writer_ = r;
     bool complete = true;
     for (int64_t i = 0; i < n; ++i) {
         const kvc_keyed& item = load.items[static_cast<size_t>(i)];
-        Pool& pool = pools_[static_cast<size_t>(item.group)];
-        const Page& page = pool.page(item.page);
+        const Page& page = arena_.page(item.group, item.page);
         complete &= ok[i] != 0;
+        parent_ = &load.parents[static_cast<size_t>(i)];
         if (!ok[i]) {
-            pool.unpublish(item.page);
+            if (page.key != Page::kNone) arena_.unpublish(item.group, item.page);
             continue;
         }
         Digest digest;
         std::memcpy(digest.bytes, item.digest, 32);
-        if (page.key == Page::kPending) pool.confirm(item.page);
-        else if (page.key == Page::kNone) pool.publish(item.page, digest, item.ns, item.end, Page::kVisible);
+        if (page.key == Page::kPending) arena_.confirm(item.group, item.page);
+        else if (page.key == Page::kNone && !load.muted)
+            arena_.publish(item.group, item.page, digest, item.ns, item.end, Page::kVisible);
     }
+    writer_ = nullptr;
+    parent_ = nullptr;
     if (r && complete) {
         r->load = 0;
         r->state = RequestState::kRunning;
@@ -97,25 +106,25 @@ int32_t Manager::end_load(int64_t id, const uint8_t* ok, int64_t n) {
     // Tail first, as everywhere: in items of one group the later block comes later.
     for (int64_t i = n; i-- > 0;) {
         const kvc_keyed& item = load.items[static_cast<size_t>(i)];
-        pools_[static_cast<size_t>(item.group)].release(item.page);
+        arena_.release(item.group, item.page, rules(item.group).draft() ? Arena::kVictims : Arena::kLru);
     }
     return KVC_OK;
 }
 
 // ---- what tiers store -----------------------------------------------------------------------------------------------
 
-void Manager::push_keyed(const Request& r, int32_t group, int32_t page) {
+void Manager::push_keyed(int64_t handle, int32_t group, int32_t page) {
     if (!journal_) return;
     int64_t created = 0;
-    for (const Pool& pool : pools_) created += pool.created();
+    for (const int32_t k : pages_per_slab_) created = std::max(created, arena_.created_slabs() * k);
     if (static_cast<int64_t>(keyed_.size()) >= std::max<int64_t>(2 * created, 64)) {
         keyed_.pop_front();
         ++keyed_dropped_;
     }
-    const Page& keyed = pools_[static_cast<size_t>(group)].page(page);
+    const Page& keyed = arena_.page(group, page);
     kvc_keyed item{};
     item.end = keyed.end;
-    item.handle = r.handle;
+    item.handle = handle;
     item.ns = keyed.ns;
     item.group = group;
     item.page = page;
@@ -135,19 +144,19 @@ int32_t Manager::take_keyed(kvc_keyed* items, int64_t cap, int64_t* n) {
     return KVC_OK;
 }
 
-int32_t Manager::pin(const kvc_keyed* items, int64_t n, uint8_t* pinned) {
+// By key: a page may have moved since it was told. While the oldest request waits for space nothing is pinned.
+int32_t Manager::pin(kvc_keyed* items, int64_t n, uint8_t* pinned) {
     if (n < 0) return fail(KVC_E_ARGUMENT, "%lld pages to pin", static_cast<L>(n));
     for (int64_t i = 0; i < n; ++i)
         if (const auto status = check_group(items[i].group)) return status;
     for (int64_t i = 0; i < n; ++i) {
-        const kvc_keyed& item = items[i];
-        Pool& pool = pools_[static_cast<size_t>(item.group)];
         Digest digest;
-        std::memcpy(digest.bytes, item.digest, 32);
-        pinned[i] = pool.contains(item.page) && pool.page(item.page).key == Page::kVisible &&
-                    pool.page(item.page).ns == item.ns && pool.page(item.page).digest == digest;
+        std::memcpy(digest.bytes, items[i].digest, 32);
+        const int32_t page = frozen_ ? kNoPage : arena_.find(items[i].group, digest, items[i].ns);
+        pinned[i] = page != kNoPage && arena_.page(items[i].group, page).key == Page::kVisible &&
+                    arena_.pin(items[i].group, page);
         if (!pinned[i]) continue;
-        pool.pin(item.page);
+        items[i].page = page;
         ++pinned_;
     }
     return KVC_OK;
@@ -156,16 +165,27 @@ int32_t Manager::pin(const kvc_keyed* items, int64_t n, uint8_t* pinned) {
 int32_t Manager::unpin(int32_t group, const int32_t* pages, int64_t n) {
     if (const auto status = check_group(group)) return status;
     if (n < 0) return fail(KVC_E_ARGUMENT, "%lld pages to unpin", static_cast<L>(n));
-    Pool& pool = pools_[static_cast<size_t>(group)];
-    std::unordered_map<int32_t, int32_t> times;
+    std::unordered_map<int32_t, int64_t> times;
     for (int64_t i = 0; i < n; ++i) {
-        const int32_t pins = pool.contains(pages[i]) ? pool.page(pages[i]).pins : 0;
+        const int64_t pins =
+            arena_.contains(group, pages[i]) ? static_cast<int64_t>(arena_.page(group, pages[i]).pins) : 0;
         if (++times[pages[i]] > pins)
-            return fail(KVC_E_STATE, "page %d of group %d is pinned %d times, not %d: nothing was unpinned", pages[i],
-                        group, pins, times[pages[i]]);
+            return fail(KVC_E_STATE, "page %d of group %d is pinned %lld times, not %lld: nothing was unpinned",
+                        pages[i], group, static_cast<L>(pins), static_cast<L>(times[pages[i]]));
     }
-    for (int64_t i = 0; i < n; ++i) pool.unpin(pages[i]);
+    for (int64_t i = 0; i < n; ++i) arena_.unpin(group, pages[i]);
     pinned_ -= n;
+    return KVC_OK;
+}
+
+// ---- moves ----------------------------------------------------------------------------------------------------------
+
+int32_t Manager::take_moves(kvc_move* moves, int64_t cap, int64_t* n) {
+    const auto all = arena_.moves();
+    *n = static_cast<int64_t>(all.size());
+    if (*n > cap) return KVC_OK;
+    for (size_t i = 0; i < all.size(); ++i) moves[i] = {all[i].size_class, all[i].from, all[i].to};
+    arena_.forget_moves();
     return KVC_OK;
 }
 

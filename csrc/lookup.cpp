@@ -1,7 +1,8 @@
 // The longest prefix that every group can serve, and why the rest was lost.
 //
-// Attention is downward closed: its hit is the first miss from the left. A recurrent hit is one page at exactly the
-// hit's end. So the common hit is the highest grid point at or below the attention hit with a state in every group.
+// A full group is downward closed: its hit is the first miss from the left. A span or state group serves single
+// positions: a state is one page at exactly the hit's end, a span the blocks of [need_begin(H), H). So the common hit is the
+// highest grid point at or below the full groups' hit that every sparse group serves. Draft groups have no say.
 #include <algorithm>
 
 #include "error.h"
@@ -9,16 +10,18 @@
 
 namespace kvc {
 
-DigestRun Manager::run_of(const Request& r, int32_t group, int64_t limit) const {
-    const int64_t units = groups_[static_cast<size_t>(group)].block_tokens / unit_;
-    const int64_t known = static_cast<int64_t>(r.digests.size()) / units;
-    const int64_t wanted = limit / groups_[static_cast<size_t>(group)].block_tokens;
-    return {reinterpret_cast<const uint8_t*>(r.digests.data()) + (units - 1) * 32, units * 32, std::min(known, wanted)};
-}
+// ---- what is there --------------------------------------------------------------------------------------------------
 
-const Digest* Manager::digest_at(const Request& r, int64_t position) const {
-    const auto link = static_cast<size_t>(position / unit_);
-    return link >= 1 && link <= r.digests.size() ? &r.digests[link - 1] : nullptr;
+int64_t Manager::known_tokens(const Request& r) const { return static_cast<int64_t>(r.digests.size()) * unit_; }
+
+DigestRun Manager::run_of(const Request& r, int32_t group, int64_t limit) const {
+    const int64_t block = rules(group).block_tokens;
+    const int64_t units = block / unit_;
+    DigestRun run;
+    run.first = reinterpret_cast<const uint8_t*>(r.digests.data()) + (units - 1) * 32;
+    run.stride_bytes = units * 32;
+    run.count = std::min(known_tokens(r), limit) / block;
+    return run;
 }
 
 bool Manager::is_present(const Request& r, int32_t group, int64_t index) const {
@@ -27,47 +30,70 @@ bool Manager::is_present(const Request& r, int32_t group, int64_t index) const {
     return index < static_cast<int64_t>(bytes.size()) && bytes[static_cast<size_t>(index)];
 }
 
-int64_t Manager::attention_hit(const Request& r, int32_t group, int64_t limit, unsigned sources) const {
-    const Pool& pool = pools_[static_cast<size_t>(group)];
+int64_t Manager::full_hit(const Request& r, int32_t group, int64_t limit, unsigned sources) const {
     const DigestRun run = run_of(r, group, limit);
     int64_t blocks = 0;
     while (true) {
-        blocks += pool.run_length(run, r.ns, blocks, sources & kPending);
+        blocks += arena_.run_length(group, run, r.ns, blocks, sources & kPending);
         const int64_t before = blocks;
         if (sources & kPresent)
             while (blocks < run.count && is_present(r, group, blocks)) ++blocks;
         if (blocks == before) break;
     }
-    return blocks * groups_[static_cast<size_t>(group)].block_tokens / grid_ * grid_;
+    return blocks * rules(group).block_tokens / grid_ * grid_;
 }
 
-bool Manager::state_at(const Request& r, int64_t position, unsigned sources) const {
-    const Digest* digest = digest_at(r, position);
-    if (!digest) return false;
-    for (const int32_t group : states_) {
-        const Pool& pool = pools_[static_cast<size_t>(group)];
-        const int32_t page = pool.find(*digest, r.ns);
-        if (page != kNoPage && (pool.page(page).key == Page::kVisible || sources & kPending)) continue;
-        if (sources & kPresent && is_present(r, group, position / grid_ - 1)) continue;
-        return false;
+bool Manager::block_at(const Request& r, int32_t group, int64_t block, unsigned sources) const {
+    Digest key;
+    if (!block_key(r, group, block, &key)) return false;
+    const int32_t page = arena_.find(group, key, r.ns);
+    if (page != kNoPage && (arena_.page(group, page).key == Page::kVisible || sources & kPending)) return true;
+    return sources & kPresent && is_present(r, group, block);
+}
+
+bool Manager::state_at(const Request& r, int32_t group, int64_t position, unsigned sources) const {
+    const Digest* key = digest_at(r, position);
+    if (!key) return false;
+    const int32_t page = arena_.find(group, *key, r.ns);
+    if (page != kNoPage && (arena_.page(group, page).key == Page::kVisible || sources & kPending)) return true;
+    return sources & kPresent && is_present(r, group, position / grid_ - 1);
+}
+
+// The highest grid point at or below `from` that every sparse group serves. A missing block rules out every position above
+// its begin that it is not past, so each block is looked at once.
+int64_t Manager::sparse_hit(const Request& r, int64_t from, unsigned sources) const {
+    int64_t hit = from;
+    while (hit > 0) {
+        int64_t next = hit;
+        for (const int32_t g : states_)
+            if (!state_at(r, g, hit, sources)) {
+                next = hit - grid_;
+                break;
+            }
+        for (size_t i = 0; i < spans_.size() && next == hit; ++i) {
+            const int32_t g = spans_[i];
+            if (rules(g).draft()) continue;
+            const int64_t block = rules(g).block_tokens;
+            const int64_t begin = rules(g).need_begin(hit);
+            for (int64_t b = hit / block - 1; (b + 1) * block > begin && b >= 0; --b)
+                if (!block_at(r, g, b, sources)) {
+                    next = b * block / grid_ * grid_;
+                    break;
+                }
+        }
+        if (next == hit) break;
+        hit = next;
     }
-    return true;
+    return std::max<int64_t>(hit, 0);
 }
 
-Manager::Walk Manager::longest(const Request& r, unsigned sources) const {
-    int64_t attention = hit_limit(r);
-    for (const int32_t group : attention_) attention = std::min(attention, attention_hit(r, group, attention, sources));
-    int64_t hit = attention;
-    if (!states_.empty())
-        while (hit > 0 && !state_at(r, hit, sources)) hit -= grid_;
-    return {attention, hit};
+Manager::Walk Manager::longest(const Request& r, unsigned sources, int64_t limit) const {
+    int64_t full = std::min(limit, known_tokens(r) / grid_ * grid_);
+    for (const int32_t group : full_) full = std::min(full, full_hit(r, group, full, sources));
+    return {full, sparse_votes_ ? sparse_hit(r, full, sources) : full};
 }
 
-uint64_t Manager::version() const {
-    uint64_t sum = 0;
-    for (const Pool& pool : pools_) sum += pool.version();
-    return sum;
-}
+// ---- why the rest was lost ------------------------------------------------------------------------------------------
 
 // Splits (hit, n] from left to right; each region's cause is the first that applies, see kvc_cause.
 void Manager::attribute_losses(const Request& r, const Walk& walk, const Walk& pending, kvc_hit* out) const {
@@ -79,55 +105,66 @@ void Manager::attribute_losses(const Request& r, const Walk& walk, const Walk& p
         at = upto;
     };
     lose(KVC_LOST_PENDING, pending.hit);
-    // Up to where attention would have carried a hit without eviction.
-    int64_t reach = attention_.empty() || evicted_any() ? limit : walk.attention;
-    for (const int32_t group : attention_) {
-        if (reach == walk.attention) break;
-        const int64_t resident = attention_hit(r, group, reach, kPresent);
+    // Up to where the full groups would have carried a hit without eviction.
+    const bool evicted_any = arena_.evictions() > 0;
+    int64_t reach = full_.empty() || evicted_any ? limit : walk.full;
+    for (const int32_t group : full_) {
+        if (reach == walk.full) break;
+        const int64_t resident = full_hit(r, group, reach, kPresent);
         reach = std::min(reach, std::max(resident, deepest_evicted(r, group, resident, limit)));
     }
-    if (!states_.empty()) {
-        int64_t evicted = reach;
-        while (evicted > at && !state_known(r, evicted)) evicted -= grid_;
+    if (sparse_votes_) {
+        int64_t evicted = evicted_any ? reach : at;
+        while (evicted > at && !sparse_known(r, evicted)) evicted -= grid_;
         lose(KVC_LOST_EVICTED, evicted);
-        if (!attention_.empty()) lose(KVC_LOST_STATE, walk.attention);
+        if (!full_.empty()) lose(KVC_LOST_STATE, walk.full);
     }
-    if (!attention_.empty()) {
-        lose(KVC_LOST_PENDING, pending.attention);
+    if (!full_.empty()) {
+        lose(KVC_LOST_PENDING, pending.full);
         lose(KVC_LOST_EVICTED, reach);
     }
     lose(KVC_LOST_NEW, limit);
     lose(KVC_LOST_LAST, r.n_tokens);
 }
 
-bool Manager::evicted_any() const {
-    return std::any_of(pools_.begin(), pools_.end(), [](const Pool& pool) { return pool.evictions() > 0; });
-}
-
-// Every recurrent group has a state here, or had one: with the hit below, at least one of them was evicted.
-bool Manager::state_known(const Request& r, int64_t position) const {
-    const Digest* digest = digest_at(r, position);
-    return digest && std::all_of(states_.begin(), states_.end(), [&](int32_t group) {
-               const Pool& pool = pools_[static_cast<size_t>(group)];
-               const int32_t page = pool.find(*digest, r.ns);
-               return (page != kNoPage && pool.page(page).key == Page::kVisible) || pool.was_evicted(*digest, r.ns);
-           });
+// Every sparse group has, or had, what a hit here needs: with the hit below, at least one page of it was evicted.
+bool Manager::sparse_known(const Request& r, int64_t position) const {
+    auto known = [&](int32_t group, const Digest& key) {
+        const int32_t page = arena_.find(group, key, r.ns);
+        return (page != kNoPage && arena_.page(group, page).key == Page::kVisible) ||
+               arena_.was_evicted(group, key, r.ns);
+    };
+    for (const int32_t g : states_) {
+        const Digest* key = digest_at(r, position);
+        if (!key || !known(g, *key)) return false;
+    }
+    for (const int32_t g : spans_) {
+        if (rules(g).draft()) continue;
+        const int64_t block = rules(g).block_tokens;
+        for (int64_t b = position / block - 1; b >= 0 && (b + 1) * block > rules(g).need_begin(position); --b) {
+            Digest key;
+            if (!block_key(r, g, b, &key) || !known(g, key)) return false;
+        }
+    }
+    return true;
 }
 
 // Keys are chained: a block that was evicted, or is still there behind a gap, tells that its whole prefix was stored. The
 // deepest one counts. Only asked where something was evicted.
 int64_t Manager::deepest_evicted(const Request& r, int32_t group, int64_t begin, int64_t limit) const {
-    const Pool& pool = pools_[static_cast<size_t>(group)];
     const DigestRun run = run_of(r, group, limit);
-    const int64_t block = groups_[static_cast<size_t>(group)].block_tokens;
-    auto stored = [&](const Digest& digest) {
-        const int32_t page = pool.find(digest, r.ns);
-        return (page != kNoPage && pool.page(page).key == Page::kVisible) || pool.was_evicted(digest, r.ns);
+    const int64_t block = rules(group).block_tokens;
+    auto stored = [&](const Digest& key) {
+        const int32_t page = arena_.find(group, key, r.ns);
+        return (page != kNoPage && arena_.page(group, page).key == Page::kVisible) ||
+               arena_.was_evicted(group, key, r.ns);
     };
     int64_t i = run.count;
     while (i * block > begin && !stored(run.at(i - 1))) --i;
     return i * block / grid_ * grid_;
 }
+
+// ---- lookup ---------------------------------------------------------------------------------------------------------
 
 int32_t Manager::lookup(int64_t handle, const uint8_t* const* present, const int64_t* n_present, kvc_hit* out) {
     Request* r = find(handle);
@@ -135,28 +172,30 @@ int32_t Manager::lookup(int64_t handle, const uint8_t* const* present, const int
     if (r->state != RequestState::kWaiting)
         return fail(KVC_E_STATE, "request %lld holds pages: look it up before its first allocate, or preempt it",
                     static_cast<long long>(handle));
+    if (present && !n_present) return fail(KVC_E_ARGUMENT, "present has no lengths");
     r->looked_up = false;
     r->present.clear();
     if (present) {
         r->present.resize(groups_.size());
         for (size_t g = 0; g < groups_.size(); ++g) {
             if (n_present[g] < 0) return fail(KVC_E_ARGUMENT, "present[%zu] has a negative length", g);
+            if (n_present[g] && !present[g]) return fail(KVC_E_ARGUMENT, "present[%zu] is NULL", g);
             if (n_present[g]) r->present[g].assign(present[g], present[g] + n_present[g]);
         }
     }
-    const Walk device = longest(*r, kDevice);
-    const Walk walk = present ? longest(*r, kPresent) : device;
-    const bool any_pending = std::any_of(pools_.begin(), pools_.end(), [](const Pool& p) { return p.pending() > 0; });
-    const Walk pending = any_pending ? longest(*r, kPresent | kPending) : walk;
+    const int64_t limit = reach_of(*r);
+    const Walk device = longest(*r, kDevice, limit);
+    const Walk walk = present ? longest(*r, kPresent, limit) : device;
+    const Walk pending = arena_.pending() ? longest(*r, kPresent | kPending, limit) : walk;
     *out = {};
     out->hit_tokens = walk.hit;
     out->device_tokens = device.hit;
     out->pending_tokens = std::max(pending.hit, walk.hit);
-    out->junction = !attention_.empty() && !states_.empty() && walk.attention > walk.hit ? walk.attention : 0;
+    out->junction = !full_.empty() && pending.full > pending.hit ? pending.full : 0;
     attribute_losses(*r, walk, pending, out);
     r->looked_up = true;
     r->hit = walk.hit;
-    r->hit_version = version();
+    r->hit_version = arena_.version();
     return KVC_OK;
 }
 

@@ -1,26 +1,43 @@
-// Opening and reading requests; check().
+// Reading requests, clearing, check().
 #include "manager.h"
 
 #include <algorithm>
 
 #include "error.h"
-#include "exclusive.h"
 
 namespace kvc {
 
 using L = long long;
 
+namespace {
+std::vector<int32_t> classes_of(const kvc_config& config, const kvc_group* groups) {
+    std::vector<int32_t> classes;
+    for (int32_t g = 0; g < config.n_groups; ++g) classes.push_back(groups[g].size_class);
+    return classes;
+}
+}  // namespace
+
 Manager::Manager(const kvc_config& config, const kvc_group* groups)
-    : groups_(groups, groups + config.n_groups),
+    : n_groups_(config.n_groups),
+      pages_per_slab_(config.pages_per_slab, config.pages_per_slab + config.n_classes),
       unit_(config.hash_unit_tokens),
       grid_(config.grid_tokens),
       max_open_steps_(config.max_open_steps),
       chain_(compress_function(ShaPath::kBest)),
-      journal_(config.journal != 0) {
-    for (int32_t g = 0; g < config.n_groups; ++g) {
-        (groups_[static_cast<size_t>(g)].kind == KVC_FULL ? attention_ : states_).push_back(g);
-        pools_.emplace_back(groups_[static_cast<size_t>(g)].pages, config.seed + static_cast<uint64_t>(g));
+      arena_(config.slabs, pages_per_slab_, classes_of(config, groups), config.movable != 0, config.seed, this),
+      journal_(config.journal != 0),
+      events_(config.events != 0) {
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        const GroupRules& group = groups_.emplace_back(groups[g]);
+        if (group.full() && group.votes()) full_.push_back(g);
+        if (group.span()) spans_.push_back(g);
+        if (group.state()) {
+            states_.push_back(g);
+            state_set_ |= GroupSet{1} << g;
+        }
+        sparse_votes_ |= group.votes() && !group.full();
     }
+    runs_.reserve(64);
 }
 
 // ---- handles: generation in the upper, slot in the lower 32 bits -----------------------------------------------------
@@ -38,127 +55,8 @@ int32_t Manager::unknown(int64_t handle) const {
 }
 
 int32_t Manager::check_group(int32_t group) const {
-    if (group >= 0 && group < static_cast<int32_t>(groups_.size())) return KVC_OK;
-    return fail(KVC_E_ARGUMENT, "group %d: there are %zu", group, groups_.size());
-}
-
-// ---- opening --------------------------------------------------------------------------------------------------------
-
-int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
-    if (args.n_tokens < 1)
-        return fail(KVC_E_ARGUMENT, "the prompt has %lld tokens: it needs at least one", static_cast<L>(args.n_tokens));
-    if (args.max_tokens > kMostTokens)
-        return fail(KVC_E_ARGUMENT, "max_tokens is %lld: at most %lld are possible", static_cast<L>(args.max_tokens),
-                    static_cast<L>(kMostTokens));
-    if (args.max_tokens < args.n_tokens)
-        return fail(KVC_E_ARGUMENT, "max_tokens is %lld, less than the prompt of %lld tokens",
-                    static_cast<L>(args.max_tokens), static_cast<L>(args.n_tokens));
-    if ((args.ns == 0) != (args.tokens != nullptr) || (args.ns == 0 && !args.root))
-        return fail(KVC_E_ARGUMENT,
-                    "native requests have tokens, a root and namespace 0; foreign ones digests and a"
-                    " namespace above 0");
-    if (args.ns && args.n_digests != args.n_tokens / unit_)
-        return fail(KVC_E_ARGUMENT, "%lld keys for a prompt of %lld tokens: one for each full block of %lld are %lld",
-                    static_cast<L>(args.n_digests), static_cast<L>(args.n_tokens), static_cast<L>(unit_),
-                    static_cast<L>(args.n_tokens / unit_));
-    for (size_t g = 0; g < groups_.size(); ++g) {
-        const int64_t block = groups_[g].block_tokens;
-        const int64_t pages = groups_[g].kind == KVC_FULL ? (args.max_tokens - 1) / block + 1 : 2;
-        if (pages > groups_[g].pages)
-            return fail(KVC_E_CAPACITY,
-                        "a request of up to %lld tokens needs %lld pages of group %zu, whose pool has %lld: raise its"
-                        " pages, or lower max_tokens",
-                        static_cast<L>(args.max_tokens), static_cast<L>(pages), g, static_cast<L>(groups_[g].pages));
-    }
-    auto request = std::make_unique<Request>();
-    Request& r = *request;
-    r.ns = args.ns;
-    r.max_tokens = args.max_tokens;
-    if (args.ns) {
-        r.n_tokens = args.n_tokens;
-        r.digests.resize(static_cast<size_t>(args.n_digests));
-        if (args.n_digests) std::memcpy(r.digests.data(), args.digests, r.digests.size() * 32);
-    } else {
-        std::memcpy(r.root.bytes, args.root, 32);
-    }
-    r.n_prompt = args.n_tokens;
-    if (!args.ns) append_tokens(r, args.tokens, args.n_tokens);
-    if (free_slots_.empty()) {
-        free_slots_.reserve(slots_.size() + 1);
-        slots_.emplace_back();
-        free_slots_.push_back(slots_.size() - 1);
-    }
-    const size_t index = free_slots_.back();
-    free_slots_.pop_back();
-    r.handle = slots_[index].generation << 32 | static_cast<int64_t>(index);
-    slots_[index].request = std::move(request);
-    *handle = r.handle;
-    ++open_requests_;
-    return KVC_OK;
-}
-
-// Hashes what became full. Changes nothing if memory runs out.
-void Manager::append_tokens(Request& r, const int32_t* tokens, int64_t n) const {
-    const auto known = static_cast<int64_t>(r.digests.size());
-    const int64_t units = (r.n_tokens + n) / unit_;
-    if (r.tokens.size() + static_cast<size_t>(n) > r.tokens.capacity())
-        r.tokens.reserve(std::max(r.tokens.size() + static_cast<size_t>(n), 2 * r.tokens.size()));
-    if (static_cast<size_t>(units) > r.digests.capacity())
-        r.digests.reserve(std::max(static_cast<size_t>(units), 2 * r.digests.size()));
-    std::vector<Digest> links(static_cast<size_t>(units - known));
-    r.tokens.insert(r.tokens.end(), tokens, tokens + n);
-    if (units > known) {
-        try {
-            chain_.extend(known ? r.digests.back() : r.root, r.tokens.data() + known * unit_, units - known, unit_,
-                          links.data());
-        } catch (...) {
-            r.tokens.resize(static_cast<size_t>(r.n_tokens));
-            throw;
-        }
-    }
-    r.digests.insert(r.digests.end(), links.begin(), links.end());
-    r.n_tokens += n;
-}
-
-int32_t Manager::extend(int64_t handle, const int32_t* tokens, int64_t n) {
-    Request* r = find(handle);
-    if (!r) return unknown(handle);
-    if (n < 0) return fail(KVC_E_ARGUMENT, "%lld tokens to append", static_cast<L>(n));
-    if (n > r->max_tokens - r->n_tokens)
-        return fail(KVC_E_CAPACITY,
-                    "request %lld would grow to %lld tokens, but max_tokens is %lld: raise it in open()",
-                    static_cast<L>(handle), static_cast<L>(r->n_tokens + n), static_cast<L>(r->max_tokens));
-    if (r->ns) {
-        if (tokens)
-            return fail(KVC_E_ARGUMENT, "request %lld has foreign keys: extend it by a count", static_cast<L>(handle));
-        r->n_tokens += n;
-        return KVC_OK;
-    }
-    if (!tokens && n)
-        return fail(KVC_E_ARGUMENT, "request %lld has native keys: extend it by tokens", static_cast<L>(handle));
-    append_tokens(*r, tokens, n);
-    if (r->state == RequestState::kRunning) key_blocks(*r);
-    return KVC_OK;
-}
-
-int32_t Manager::retain(int64_t handle, int64_t interval, const int64_t* positions, const uint8_t* kept, int64_t n) {
-    Request* r = find(handle);
-    if (!r) return unknown(handle);
-    if (interval < 0 || interval > kMostTokens || interval % grid_)
-        return fail(KVC_E_ARGUMENT,
-                    "a retention interval of %lld tokens: it must be 0 or a multiple of the grid of %lld, up to %lld",
-                    static_cast<L>(interval), static_cast<L>(grid_), static_cast<L>(kMostTokens));
-    if (n < 0) return fail(KVC_E_ARGUMENT, "%lld retained positions", static_cast<L>(n));
-    std::vector<Retained> retained;
-    for (int64_t i = 0; i < n; ++i) {
-        if (positions[i] <= 0 || positions[i] % grid_ || (i && positions[i] <= positions[i - 1]))
-            return fail(KVC_E_ARGUMENT, "retained position %lld: positions must ascend, above 0, on the grid of %lld",
-                        static_cast<L>(positions[i]), static_cast<L>(grid_));
-        retained.push_back({positions[i], kept[i] != 0});
-    }
-    r->interval = interval;
-    r->retained = std::move(retained);
-    return KVC_OK;
+    if (group >= 0 && group < n_groups_) return KVC_OK;
+    return fail(KVC_E_ARGUMENT, "group %d: there are %d", group, n_groups_);
 }
 
 // ---- reading --------------------------------------------------------------------------------------------------------
@@ -190,14 +88,15 @@ int32_t Manager::table(int64_t handle, int32_t group, int64_t first, int32_t* pa
     const Request* r = find(handle);
     if (!r) return unknown(handle);
     if (const auto status = check_group(group)) return status;
-    if (groups_[static_cast<size_t>(group)].kind != KVC_FULL || first < 0)
-        return fail(KVC_E_ARGUMENT, "group %d, block %lld: only attention groups have a block table, from block 0 on",
+    if (rules(group).state() || first < 0)
+        return fail(KVC_E_ARGUMENT, "group %d, block %lld: state groups have no block table, others from block 0 on",
                     group, static_cast<L>(first));
     *n = 0;
     if (r->tables.empty()) return KVC_OK;
-    const auto& table = r->tables[static_cast<size_t>(group)];
-    *n = std::max<int64_t>(static_cast<int64_t>(table.size()) - first, 0);
-    if (*n) std::copy_n(table.begin() + first, std::min(*n, cap), pages);
+    const Table& table = r->tables[static_cast<size_t>(group)];
+    *n = std::max<int64_t>(table.end() - first, 0);
+    for (int64_t i = 0; i < std::min(*n, cap); ++i)
+        pages[i] = first + i < table.first ? kNoPage : table.page(first + i);
     return KVC_OK;
 }
 
@@ -218,6 +117,18 @@ int32_t Manager::state_plan(int64_t handle, int32_t group, int32_t* source, int6
     return KVC_OK;
 }
 
+int32_t Manager::holes(int64_t handle, int32_t group, int64_t* blocks, int64_t cap, int64_t* n) {
+    const Request* r = find(handle);
+    if (!r) return unknown(handle);
+    if (const auto status = check_group(group)) return status;
+    *n = 0;
+    if (r->state == RequestState::kWaiting || !rules(group).blocks()) return KVC_OK;
+    const auto& holes = r->holes[static_cast<size_t>(group)];
+    *n = static_cast<int64_t>(holes.size());
+    std::copy_n(holes.begin(), std::min(*n, cap), blocks);
+    return KVC_OK;
+}
+
 int32_t Manager::stats(kvc_manager_stats* out) {
     *out = {};
     out->open_requests = open_requests_;
@@ -225,12 +136,38 @@ int32_t Manager::stats(kvc_manager_stats* out) {
     out->open_loads = static_cast<int64_t>(loads_.size());
     out->pinned = pinned_;
     out->keyed_dropped = keyed_dropped_;
+    out->events_dropped = events_dropped_;
+    out->frozen = frozen_;
     return KVC_OK;
 }
 
-int32_t Manager::group_stats(int32_t group, kvc_pool_stats* out) {
+int32_t Manager::arena_stats(kvc_arena_stats* out) {
+    *out = {};
+    out->slabs = arena_.slabs();
+    out->created = arena_.created_slabs();
+    out->empty = arena_.empty_slabs();
+    out->moved_pages = arena_.moved_pages();
+    out->reclaimed_slabs = arena_.reclaimed_slabs();
+    out->evictions = arena_.evictions();
+    return KVC_OK;
+}
+
+int32_t Manager::class_stats(int32_t size_class, kvc_class_stats* out) {
+    if (size_class < 0 || size_class >= static_cast<int32_t>(pages_per_slab_.size()))
+        return fail(KVC_E_ARGUMENT, "size class %d: there are %zu", size_class, pages_per_slab_.size());
+    *out = {};
+    out->slabs = arena_.owned_slabs(size_class);
+    out->free = arena_.free_pages(size_class);
+    out->cached = arena_.cached_pages(size_class);
+    out->held = arena_.held_pages(size_class);
+    return KVC_OK;
+}
+
+int32_t Manager::group_stats(int32_t group, kvc_group_stats* out) {
     if (const auto status = check_group(group)) return status;
-    fill_stats(pools_[static_cast<size_t>(group)], out);
+    *out = {};
+    out->keyed = arena_.keyed(group);
+    out->evictions = arena_.evictions(group);
     return KVC_OK;
 }
 
@@ -238,109 +175,159 @@ int32_t Manager::has_key(int32_t group, uint32_t ns, const uint8_t* digest, int3
     if (const auto status = check_group(group)) return status;
     Digest key;
     std::memcpy(key.bytes, digest, 32);
-    const Pool& pool = pools_[static_cast<size_t>(group)];
-    *page = pool.find(key, ns);
-    if (*page != kNoPage && pool.page(*page).key != Page::kVisible) *page = kNoPage;
+    *page = arena_.find(group, key, ns);
+    if (*page != kNoPage && arena_.page(group, *page).key != Page::kVisible) *page = kNoPage;
     return KVC_OK;
 }
 
-int32_t Manager::clear() {
-    if (!steps_.empty() || !loads_.empty())
-        return fail(KVC_E_STATE, "%zu steps and %zu loads are open: end them before clear()", steps_.size(),
-                    loads_.size());
+// Keys, open requests, loads and unread records of a namespace: at 0 its number may be given to another one.
+int32_t Manager::namespace_use(uint32_t ns, int64_t* uses) {
+    *uses = arena_.keyed_in(ns);
+    for (const Slot& slot : slots_) *uses += slot.request && slot.request->ns == ns;
+    for (const auto& [id, load] : loads_) *uses += !load.items.empty() && load.items[0].ns == ns;
+    for (const kvc_keyed& item : keyed_) *uses += item.ns == ns;
+    for (const kvc_event_run& run : runs_) *uses += run.ns == ns;
+    return KVC_OK;
+}
+
+// ---- clearing -------------------------------------------------------------------------------------------------------
+
+// Requests that hold pages run on, and leave no keys until they start anew; retired ones never.
+void Manager::mute(Request& r, bool retire) {
+    r.muted |= r.state != RequestState::kWaiting;
+    r.retired |= retire;
+}
+
+int32_t Manager::clear(bool retire) {
     for (const Slot& slot : slots_)
-        if (slot.request && slot.request->state != RequestState::kWaiting)
-            return fail(KVC_E_STATE, "request %lld holds pages: finish, abort or preempt it before clear()",
-                        static_cast<L>(slot.request->handle));
-    for (Pool& pool : pools_) pool.forget_all();
+        if (slot.request) mute(*slot.request, retire);
+    for (auto& [id, load] : loads_) load.muted = true;
+    arena_.forget_all();
     keyed_.clear();
+    return KVC_OK;
+}
+
+int32_t Manager::clear_namespace(uint32_t ns, bool retire) {
+    for (const Slot& slot : slots_)
+        if (slot.request && slot.request->ns == ns) mute(*slot.request, retire);
+    for (auto& [id, load] : loads_)
+        if (!load.items.empty() && load.items[0].ns == ns) load.muted = true;
+    arena_.forget(ns);
+    std::erase_if(keyed_, [ns](const kvc_keyed& item) { return item.ns == ns; });
     return KVC_OK;
 }
 
 // ---- check ----------------------------------------------------------------------------------------------------------
 
-// Adds each request's references to refs[group][page]; returns what is broken, or nullptr.
-const char* Manager::check_requests(std::vector<std::vector<int32_t>>* refs) const {
-    for (const Slot& slot : slots_) {
-        if (!slot.request) continue;
-        const Request& r = *slot.request;
-        const bool waiting = r.state == RequestState::kWaiting;
-        if (waiting && !(r.tables.empty() && r.points.empty() && r.plan.empty() && r.working.pages.empty()))
-            return "a waiting request holds pages";
-        if ((r.load != 0) != (r.state == RequestState::kLoading)) return "a load and its request disagree";
-        if (r.load && !loads_.contains(r.load)) return "a request waits for a load that is not open";
-        if (r.computed > r.committed || r.committed > r.granted) return "computed, committed, granted do not ascend";
-        for (size_t g = 0; g < r.tables.size(); ++g)
-            if (r.keyed_blocks[g] > static_cast<int64_t>(r.tables[g].size()))
-                return "more keys are settled than blocks";
-        for (size_t g = 0; g < r.tables.size(); ++g)
-            for (const int32_t page : r.tables[g]) ++(*refs)[g][static_cast<size_t>(page)];
-        auto count = [&](const Point& point) {
-            for (size_t s = 0; s < point.pages.size(); ++s)
-                ++(*refs)[static_cast<size_t>(states_[s])][static_cast<size_t>(point.pages[s])];
-        };
-        for (size_t i = 0; i < r.points.size(); ++i) {
-            if (!r.points[i].frozen || (i && r.points[i].position <= r.points[i - 1].position))
-                return "snapshots are not frozen in ascending order";
-            count(r.points[i]);
-        }
-        count(r.working);
-        if (r.plan_open)
-            for (const Point& point : r.plan)
-                if (r.working.pages.empty() || point.pages != r.working.pages) count(point);
+// Adds the request's references to refs[class][page]; returns what is broken, or nullptr.
+const char* Manager::check_request(const Request& r, std::vector<std::vector<int32_t>>* refs) const {
+    int64_t pages = 0;
+    bool outside = false;
+    each_page(r, [&](int32_t g, int32_t page) {
+        ++pages;
+        if (!arena_.contains(g, page)) outside = true;
+        else ++(*refs)[static_cast<size_t>(rules(g).size_class)][static_cast<size_t>(page)];
+    });
+    if (outside) return "a request holds a page that its class does not own";
+    if (r.state == RequestState::kWaiting && pages) return "a waiting request holds pages";
+    if ((r.load != 0) != (r.state == RequestState::kLoading)) return "a load and its request disagree";
+    if (r.load && !loads_.contains(r.load)) return "a request waits for a load that is not open";
+    if (r.computed > r.committed || r.committed > r.granted) return "computed, committed, granted do not ascend";
+    for (size_t i = 0; i < r.points.size(); ++i)
+        if (!r.points[i].frozen || (i && r.points[i].position <= r.points[i - 1].position))
+            return "snapshots are not frozen in ascending order";
+    for (size_t g = 0; g < r.tables.size(); ++g)
+        if (groups_[g].full() && r.keyed_blocks[g] > r.tables[g].end()) return "more keys are settled than blocks";
+    if (r.state != RequestState::kRunning) return nullptr;
+    const int64_t told = std::min(r.computed, r.n_tokens) / grid_ * grid_;
+    for (const int32_t g : spans_) {
+        const Table& table = r.tables[static_cast<size_t>(g)];
+        if (table.first != rules(g).need_begin(told) / rules(g).block_tokens)
+            return "a span group does not hold what its last grid point needs";
     }
     return nullptr;
 }
 
 // A pending key is some load's, or being written by an open step for a request that takes part in it.
 const char* Manager::check_pending() const {
-    std::vector<std::vector<bool>> owned;
-    for (const Pool& pool : pools_) owned.emplace_back(static_cast<size_t>(pool.created()), false);
+    int64_t owned = 0;
+    std::vector<std::vector<bool>> seen(pages_per_slab_.size());
+    auto count = [&](int32_t g, int32_t page) {
+        auto& pages = seen[static_cast<size_t>(rules(g).size_class)];
+        if (static_cast<size_t>(page) >= pages.size()) pages.resize(static_cast<size_t>(page) + 1);
+        const Page& target = arena_.page(g, page);
+        if (target.key != Page::kPending || pages[static_cast<size_t>(page)]) return;
+        pages[static_cast<size_t>(page)] = true;
+        ++owned;
+    };
     for (const auto& [id, load] : loads_)
-        for (const kvc_keyed& item : load.items)
-            owned[static_cast<size_t>(item.group)][static_cast<size_t>(item.page)] = true;
-    for (const Slot& slot : slots_) {
-        if (!slot.request || !open_step(slot.request->last_step)) continue;
-        const Request& r = *slot.request;
-        for (size_t g = 0; g < r.tables.size(); ++g)
-            for (const int32_t page : r.tables[g]) owned[g][static_cast<size_t>(page)] = true;
-        for (const Point& point : r.points)
-            for (size_t s = 0; s < point.pages.size(); ++s)
-                owned[static_cast<size_t>(states_[s])][static_cast<size_t>(point.pages[s])] = true;
-    }
-    for (size_t g = 0; g < pools_.size(); ++g)
-        for (size_t page = 0; page < owned[g].size(); ++page)
-            if (pools_[g].page(static_cast<int32_t>(page)).key == Page::kPending && !owned[g][page])
-                return "a key is pending that nobody writes";
+        for (const kvc_keyed& item : load.items) count(item.group, item.page);
+    for (const Slot& slot : slots_)
+        if (slot.request && open_step(slot.request->last_step)) each_page(*slot.request, count);
+    return owned == arena_.pending() ? nullptr : "a key is pending that nobody writes";
+}
+
+// R is the oldest, and what the arena knows of it is true.
+const char* Manager::check_guaranteed() const {
+    const Request* r = peek(guaranteed_);
+    if (!r) return frozen_ ? "frozen, though no request is guaranteed" : nullptr;
+    for (const Slot& slot : slots_)
+        if (slot.request && slot.request->order < r->order) return "the guaranteed request is not the oldest";
+    std::vector<std::vector<bool>> seen(pages_per_slab_.size());
+    std::vector<int64_t> slabs(pages_per_slab_.size(), 0);
+    each_page(*r, [&](int32_t g, int32_t page) {
+        const auto c = static_cast<size_t>(rules(g).size_class);
+        const auto slab = static_cast<size_t>(page / pages_per_slab_[c]);
+        if (slab >= seen[c].size()) seen[c].resize(slab + 1);
+        slabs[c] += !seen[c][slab];
+        seen[c][slab] = true;
+    });
+    for (size_t c = 0; c < slabs.size(); ++c)
+        if (slabs[c] != arena_.pinned_slabs(static_cast<int32_t>(c)))
+            return "the slabs that the guaranteed request pins are miscounted";
     return nullptr;
 }
 
 int32_t Manager::check() {
+    if (const char* broken = arena_.check()) return fail(KVC_E_INVARIANT, "arena: %s", broken);
     std::vector<std::vector<int32_t>> refs;
-    for (const Pool& pool : pools_) {
-        if (const char* broken = pool.check()) return fail(KVC_E_INVARIANT, "page pool: %s", broken);
-        refs.emplace_back(static_cast<size_t>(pool.created()), 0);
+    for (const int32_t k : pages_per_slab_) refs.emplace_back(static_cast<size_t>(arena_.created_slabs() * k), 0);
+    auto add = [&](int32_t g, int32_t page) {
+        ++refs[static_cast<size_t>(rules(g).size_class)][static_cast<size_t>(page)];
+    };
+    int64_t holders = 0;
+    for (const Slot& slot : slots_) {
+        if (!slot.request) continue;
+        if (const char* broken = check_request(*slot.request, &refs)) return fail(KVC_E_INVARIANT, "%s", broken);
+        holders += slot.request->state != RequestState::kWaiting;
     }
-    if (const char* broken = check_requests(&refs)) return fail(KVC_E_INVARIANT, "%s", broken);
+    if (holders != holders_) return fail(KVC_E_INVARIANT, "the count of requests that hold pages is wrong");
     if (const char* broken = check_pending()) return fail(KVC_E_INVARIANT, "%s", broken);
+    if (const char* broken = check_guaranteed()) return fail(KVC_E_INVARIANT, "%s", broken);
     for (const auto& [id, load] : loads_) {
         if (load.handle && (!find(load.handle) || find(load.handle)->load != id))
             return fail(KVC_E_INVARIANT, "load %lld has no request", static_cast<L>(id));
-        for (const kvc_keyed& item : load.items)
-            ++refs[static_cast<size_t>(item.group)][static_cast<size_t>(item.page)];
+        for (const kvc_keyed& item : load.items) add(item.group, item.page);
     }
     for (const Step& step : steps_)
-        for (const Release& freed : step.releases)
-            ++refs[static_cast<size_t>(freed.group)][static_cast<size_t>(freed.page)];
-    int64_t pinned = 0;
-    for (size_t g = 0; g < pools_.size(); ++g)
-        for (size_t page = 0; page < refs[g].size(); ++page) {
-            const Page& held = pools_[g].page(static_cast<int32_t>(page));
-            pinned += held.pins;
-            if (held.refs != refs[g][page] + held.pins)
-                return fail(KVC_E_INVARIANT, "page %zu of group %zu has %d references, %d are accounted for", page, g,
-                            held.refs, refs[g][page] + held.pins);
+        for (const Release& freed : step.releases) add(freed.group, freed.page);
+    int64_t pinned = 0, held = 0;
+    std::vector<int32_t> group_of(pages_per_slab_.size(), 0);
+    for (int32_t g = n_groups_; g-- > 0;) group_of[static_cast<size_t>(rules(g).size_class)] = g;
+    for (size_t c = 0; c < refs.size(); ++c) {
+        for (size_t page = 0; page < refs[c].size(); ++page) {
+            if (!arena_.contains(group_of[c], static_cast<int64_t>(page))) continue;
+            const Page& target = arena_.page(group_of[c], static_cast<int32_t>(page));
+            const auto pins = static_cast<int32_t>(target.pins);
+            pinned += pins;
+            held += target.refs > 0;
+            if (target.refs != refs[c][page] + pins)
+                return fail(KVC_E_INVARIANT, "page %zu of class %zu has %d references, %d are accounted for", page, c,
+                            target.refs, refs[c][page] + pins);
         }
+        held -= arena_.held_pages(static_cast<int32_t>(c));
+    }
+    if (held) return fail(KVC_E_INVARIANT, "the count of held pages is wrong");
     if (pinned != pinned_) return fail(KVC_E_INVARIANT, "the count of pins is wrong");
     return KVC_OK;
 }

@@ -1,7 +1,8 @@
 // The block manager: requests, their pages in every group, steps and loads.
 //
-// One file per part of a request's life: lookup.cpp (longest common hit), allocate.cpp (grants, state plans),
-// steps.cpp (commit, end of step, closing), loads.cpp (tiers), manager.cpp (opening, reading, check).
+// One file per part of a request's life: open.cpp (tokens, keys, what the policy keeps), lookup.cpp (longest common hit),
+// plan.cpp (where states are snapshotted), allocate.cpp (grants), steps.cpp (commit, end of step), closing.cpp (giving
+// pages back), loads.cpp (tiers), events.cpp (what became findable or went), manager.cpp (reading, clear, check).
 #pragma once
 
 #include <cstdint>
@@ -10,23 +11,28 @@
 #include <unordered_map>
 #include <vector>
 
+#include "group_rules.h"
 #include "request.h"
 #include "sha256.h"
 
 namespace kvc {
 
-class Manager {
+class Manager final : private KeyListener {
   public:
     Manager(const kvc_config& config, const kvc_group* groups);
+    Manager(const Manager&) = delete;
+    Manager& operator=(const Manager&) = delete;
 
     int32_t open(const kvc_open_args& args, int64_t* handle);
     int32_t extend(int64_t handle, const int32_t* tokens, int64_t n);
-    int32_t retain(int64_t handle, int64_t interval, const int64_t* positions, const uint8_t* kept, int64_t n);
+    int32_t retain(int64_t handle, const int64_t* intervals, const int64_t* positions, const uint8_t* declared,
+                   int64_t n);
     int32_t stops(int64_t handle, int64_t start, int64_t end, int64_t* positions, int64_t cap, int64_t* n);
 
     int32_t lookup(int64_t handle, const uint8_t* const* present, const int64_t* n_present, kvc_hit* out);
-    int32_t need(int64_t handle, int64_t n_tokens, int64_t* pages);
-    int32_t allocate(int64_t handle, int64_t n_tokens, kvc_grant* out);
+    int32_t need(int64_t handle, int64_t n_tokens, int64_t n_drafts, int64_t* pages);
+    int32_t allocate(int64_t handle, int64_t n_tokens, int64_t n_drafts, kvc_grant* out);
+    int32_t blockage(int64_t handle, int32_t* reason);
 
     int32_t begin_step(int64_t* step);
     int32_t commit(int64_t handle, int64_t upto);
@@ -39,95 +45,164 @@ class Manager {
     int32_t table(int64_t handle, int32_t group, int64_t first, int32_t* pages, int64_t cap, int64_t* n);
     int32_t state_plan(int64_t handle, int32_t group, int32_t* source, int64_t* positions, int32_t* pages, int64_t cap,
                        int64_t* n);
+    int32_t holes(int64_t handle, int32_t group, int64_t* blocks, int64_t cap, int64_t* n);
 
     int32_t load_items(int64_t load, kvc_keyed* items, int64_t cap, int64_t* n);
     int32_t end_load(int64_t load, const uint8_t* ok, int64_t n);
     int32_t abandon_load(int64_t load);
     int32_t take_keyed(kvc_keyed* items, int64_t cap, int64_t* n);
-    int32_t pin(const kvc_keyed* items, int64_t n, uint8_t* pinned);
+    int32_t pin(kvc_keyed* items, int64_t n, uint8_t* pinned);
     int32_t unpin(int32_t group, const int32_t* pages, int64_t n);
+    int32_t take_moves(kvc_move* moves, int64_t cap, int64_t* n);
+    int32_t event_sizes(int64_t* runs, int64_t* keys, int64_t* tokens);
+    int32_t take_events(kvc_event_run* runs, uint8_t* keys, int32_t* tokens);
 
     int32_t stats(kvc_manager_stats* out);
-    int32_t group_stats(int32_t group, kvc_pool_stats* out);
+    int32_t arena_stats(kvc_arena_stats* out);
+    int32_t class_stats(int32_t size_class, kvc_class_stats* out);
+    int32_t group_stats(int32_t group, kvc_group_stats* out);
     int32_t has_key(int32_t group, uint32_t ns, const uint8_t* digest, int32_t* page);
-    int32_t clear();
+    int32_t namespace_use(uint32_t ns, int64_t* uses);
+    int32_t clear(bool retire);
+    int32_t clear_namespace(uint32_t ns, bool retire);
     int32_t check();
 
   private:
     struct Walk {
-        int64_t attention;  // longest hit of the attention groups alone, on the grid
-        int64_t hit;        // with every recurrent group
+        int64_t full;  // longest hit of the full groups alone, on the grid
+        int64_t hit;   // with every group that votes
     };
-    // What a lookup may count as present beside visible keys.
+    // What a lookup may count as there beside visible keys.
     enum Sources : unsigned { kDevice = 0, kPresent = 1, kPending = 2 };
+
+    // open.cpp
+    int32_t check_open(const kvc_open_args& args) const;
+    void append_tokens(Request& r, const int32_t* tokens, int64_t n) const;
+    std::vector<int64_t> class_needs(int64_t most_tokens) const;  // slabs of each class
+    const Digest* digest_at(const Request& r, int64_t position) const;
+    bool block_key(const Request& r, int32_t group, int64_t block, Digest* key) const;
 
     // lookup.cpp
     int64_t hit_limit(const Request& r) const { return std::max<int64_t>(r.n_tokens - 1, 0) / grid_ * grid_; }
+    int64_t reach_of(const Request& r) const { return r.retired ? 0 : hit_limit(r); }
     DigestRun run_of(const Request& r, int32_t group, int64_t limit) const;
-    const Digest* digest_at(const Request& r, int64_t position) const;
     bool is_present(const Request& r, int32_t group, int64_t index) const;
-    int64_t attention_hit(const Request& r, int32_t group, int64_t limit, unsigned sources) const;
-    bool state_at(const Request& r, int64_t position, unsigned sources) const;
-    Walk longest(const Request& r, unsigned sources) const;
+    int64_t full_hit(const Request& r, int32_t group, int64_t limit, unsigned sources) const;
+    bool block_at(const Request& r, int32_t group, int64_t block, unsigned sources) const;
+    bool state_at(const Request& r, int32_t group, int64_t position, unsigned sources) const;
+    int64_t sparse_hit(const Request& r, int64_t from, unsigned sources) const;
+    Walk longest(const Request& r, unsigned sources, int64_t limit) const;
     void attribute_losses(const Request& r, const Walk& walk, const Walk& pending, kvc_hit* out) const;
-    bool evicted_any() const;
-    bool state_known(const Request& r, int64_t position) const;
+    bool sparse_known(const Request& r, int64_t position) const;
     int64_t deepest_evicted(const Request& r, int32_t group, int64_t begin, int64_t limit) const;
-    uint64_t version() const;
+
+    // plan.cpp
+    void kept_between(const Request& r, int64_t start, int64_t end, std::vector<Kept>* out) const;
+    int64_t plan_limit(const Request& r, int64_t start, int64_t end) const;
+    std::vector<Point> make_points(const Request& r, int64_t start, int64_t end) const;
+    std::vector<Point> make_plan(const Request& r, int64_t start, int64_t end, int64_t drafts) const;
+    bool is_declared(const Request& r, int64_t position) const;
 
     // allocate.cpp
-    struct Adoption {  // what a first grant takes over; kNoPage where a load must fill the page
+    struct Adoption {  // what a first grant takes over; kNoPage: a load fills it; kHole: a draft goes without
         int64_t hit = 0;
-        std::vector<std::vector<int32_t>> pages;  // per group: blocks of the hit, or the one state
+        std::vector<std::vector<int32_t>> pages;  // per group: blocks of the hit that it needs, or the one state
         int64_t loads = 0;
     };
+    struct Demand {  // of a grant
+        int64_t start = 0;
+        int64_t end = 0;
+        std::vector<Point> plan;
+        std::vector<int64_t> pages;    // new ones, per group
+        std::vector<int64_t> classes;  // ... and per class
+    };
+    Request* guaranteed();
     bool gather(const Request& r, Adoption* adoption) const;
-    Adoption adopt(Request& r) const;
-    std::vector<Point> make_plan(const Request& r, int64_t start, int64_t* end) const;
-    void count_new(const Request& r, const Adoption* adoption, size_t plan_points, int64_t end,
-                   std::vector<int64_t>* pages) const;
-    bool fits(const Adoption* adoption, const std::vector<int64_t>& pages) const;
-    int32_t check_allocate(const Request& r, int64_t n_tokens, int64_t start) const;
-    void start(Request& r, const Adoption& adoption);
+    Adoption adopt(Request& r, bool guaranteed) const;
+    bool keeps_quota(const Adoption& adoption, const Request& r) const;
+    Demand demand_of(const Request& r, const Adoption* adoption, int64_t start, int64_t end, int64_t drafts) const;
+    Demand fitting_demand(const Request& r, const Adoption* adoption, int64_t start, int64_t end, int64_t drafts) const;
+    int64_t slabs_after(const Request& r, const Adoption* adoption, const Demand& demand) const;
+    int32_t check_allocate(const Request& r, int64_t n_tokens, int64_t n_drafts, int64_t start) const;
+    bool try_grant(Request& r, const Adoption* adoption, Demand demand);
+    int32_t no_space(Request& r);
+    bool alone(const Request& r) const;
+    void start(Request& r, const Adoption& adoption, Point state, Load* load);
     void start_load(Request& r, const Adoption& adoption, Load* load);
     void grant(Request& r, std::vector<Point> plan, int64_t end);
-    bool is_declared(const Request& r, int64_t position) const;
-    void add_stops(const Request& r, int64_t start, int64_t end, std::vector<Point>* points) const;
+    int32_t take_page(const Request& r, int32_t group);
+    void drop_now(const Request& r, int32_t group, int32_t page);
 
     // steps.cpp
     Step* open_step(int64_t id);
     const Step* open_step(int64_t id) const { return const_cast<Manager*>(this)->open_step(id); }
-    void set_aside(const Step& step);
-    void release(Request& r, int32_t group, int32_t page, Pool::List list);
-    void release_point(Request& r, const Point& point, Pool::List list);
-    void release_superseded(Request& r, const Point& point);
-    bool key_page(const Request& r, int32_t group, int32_t page, int64_t end, Page::Key key);
-    void key_blocks(Request& r);
-    void key_points(Request& r);
+    int32_t check_commit(const Request* r, int64_t handle, int64_t upto) const;
+    void commit_points(Request& r, std::vector<Point> plan, int64_t upto, int64_t step);
+    void reserve_settle(const Request& r, int64_t computed, int64_t tokens);
+    void confirm_spans(Request& r);
+    bool key_page(const Request& r, int32_t group, int32_t page, const Digest& key, int64_t end, Page::Key visibility);
+    void key_state(const Request& r, const Point& point, int32_t group, Page::Key visibility);
+    void key_span(Request& r, int32_t group, int64_t position, int64_t* done, bool declared, Page::Key visibility);
+    void key_full_blocks(Request& r);
+    void key_sparse(Request& r);
     size_t newest_complete(const Request& r) const;
+    void settle(Request& r);
+    void give_up_passed(Request& r);
+
+    // closing.cpp
+    void release(Request& r, int32_t group, int32_t page, Arena::List list);
+    void release_point(Request& r, const Point& point, Arena::List list);
+    Arena::List superseded_list(int32_t group, int32_t page) const;
+    struct Filed {  // a sparse page, under the boundary that it serves
+        int64_t position;
+        Release release;
+    };
+    void collect_points(Request& r, bool loading);
+    void collect_spans(Request& r, bool loading);
+    void collect_touched(Request& r);
+    void release_all(Request& r);
+    void reserve_drop(const Request& r);
     void drop_pages(Request& r);
 
     // loads.cpp
     void detach_load(Request& r);
-    void push_keyed(const Request& r, int32_t group, int32_t page);
+    void push_keyed(int64_t handle, int32_t group, int32_t page);
+
+    // events.cpp
+    void stored(int32_t group, int32_t page) override;
+    void removed(int32_t group, const Digest& digest, uint32_t ns) override;
+    void push_event(const kvc_event_run& head, const uint8_t* key, const int32_t* tokens);
+    Digest parent_key(const Request& r, int32_t group, int64_t end) const;
+    bool continues(const kvc_event_run& last, const kvc_event_run& head) const;
 
     // manager.cpp
     Request* find(int64_t handle);
     const Request* peek(int64_t handle) const;
     int32_t unknown(int64_t handle) const;
-    void append_tokens(Request& r, const int32_t* tokens, int64_t n) const;
     int32_t check_group(int32_t group) const;
-    const char* check_requests(std::vector<std::vector<int32_t>>* refs) const;
+    static void mute(Request& r, bool retire);
+    const char* check_request(const Request& r, std::vector<std::vector<int32_t>>* refs) const;
     const char* check_pending() const;
+    const char* check_guaranteed() const;
+    template <typename Visit>
+    void each_page(const Request& r, Visit&& visit) const;  // visit(group, page) for every reference of the request
 
-    std::vector<kvc_group> groups_;
-    std::vector<int32_t> attention_;  // group ids
-    std::vector<int32_t> states_;     // group ids; Point::pages has this order
+    const GroupRules& rules(int32_t group) const { return groups_[static_cast<size_t>(group)]; }
+    int64_t known_tokens(const Request& r) const;
+
+    std::vector<GroupRules> groups_;
+    std::vector<int32_t> full_;    // ids of full groups that vote
+    std::vector<int32_t> spans_;   // ids of all span groups
+    std::vector<int32_t> states_;  // ids of state groups; Point::pages has this order
+    GroupSet state_set_ = 0;
+    bool sparse_votes_ = false;  // some span or state group votes
+    int32_t n_groups_;
+    std::vector<int32_t> pages_per_slab_;  // per class
     int64_t unit_;
     int64_t grid_;
     int64_t max_open_steps_;
     BlockChain chain_;
-    std::vector<Pool> pools_;
+    Arena arena_;
 
     struct Slot {
         std::unique_ptr<Request> request;
@@ -136,6 +211,13 @@ class Manager {
     std::vector<Slot> slots_;
     std::vector<size_t> free_slots_;
     int64_t open_requests_ = 0;
+    int64_t holders_ = 0;  // requests that hold pages
+    int64_t last_order_ = 0;
+    int64_t guaranteed_ = 0;  // handle of the oldest open request, once it was asked for; 0: to be found
+    bool frozen_ = false;     // it waits for space: nobody else gets any
+
+    std::vector<Kept> kept_;    // working memory of kept_between
+    std::vector<Filed> filed_;  // ... and of a request's end
 
     std::deque<Step> steps_;  // open, oldest first
     int64_t last_step_ = 0;
@@ -145,6 +227,29 @@ class Manager {
     bool journal_;
     int64_t keyed_dropped_ = 0;
     int64_t pinned_ = 0;
+
+    bool events_;
+    const Request* writer_ = nullptr;  // whose keys become visible now
+    const Digest* parent_ = nullptr;   // of the key, where that is known without it
+    std::vector<kvc_event_run> runs_;
+    std::vector<uint8_t> run_keys_;
+    std::vector<int32_t> run_tokens_;
+    int64_t events_dropped_ = 0;
 };
+
+template <typename Visit>
+void Manager::each_page(const Request& r, Visit&& visit) const {
+    for (int32_t g = 0; g < n_groups_; ++g)
+        if (!r.tables.empty())
+            for (const int32_t page : r.tables[static_cast<size_t>(g)].pages) visit(g, page);
+    auto point = [&](const Point& p) {
+        for (size_t s = 0; s < p.pages.size(); ++s) visit(states_[s], p.pages[s]);
+    };
+    for (const Point& p : r.points) point(p);
+    point(r.working);
+    if (r.plan_open)
+        for (const Point& p : r.plan)
+            if (r.working.pages.empty() || p.pages != r.working.pages) point(p);
+}
 
 }  // namespace kvc

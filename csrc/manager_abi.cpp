@@ -1,4 +1,4 @@
-// The kvc_* functions of the block manager: one thread at a time, exceptions kept inside, then Manager.
+// The kvc_* functions of the block manager: addresses and counts checked, one thread at a time, exceptions kept inside.
 #include "error.h"
 #include "exclusive.h"
 #include "manager.h"
@@ -10,7 +10,12 @@ struct kvc_manager {
 
 namespace {
 
+using kvc::check_array;
 using kvc::fail;
+using kvc::not_null;
+
+constexpr int32_t kMostSlabPages = UINT16_MAX;
+constexpr int32_t kMostOpenSteps = 1024;
 
 template <typename Body>
 int32_t enter(kvc_manager* manager, Body&& body) {
@@ -18,24 +23,56 @@ int32_t enter(kvc_manager* manager, Body&& body) {
     return kvc::exclusively(manager->exclusive, "manager", [&] { return body(manager->manager); });
 }
 
+int32_t check_group(const kvc_config& config, int32_t g, const kvc_group& group) {
+    using L = long long;
+    if (group.kind < KVC_FULL || group.kind > KVC_PRIVATE)
+        return fail(KVC_E_ARGUMENT, "group %d has unknown kind %d", g, group.kind);
+    if (group.size_class < 0 || group.size_class >= config.n_classes)
+        return fail(KVC_E_ARGUMENT, "group %d has size class %d of %d", g, group.size_class, config.n_classes);
+    if (group.request_pages < 0 || group.request_pages > kMostSlabPages || group.lookahead_tokens < 0)
+        return fail(KVC_E_ARGUMENT, "group %d has %d pages for itself and looks %d tokens ahead", g,
+                    group.request_pages, group.lookahead_tokens);
+    if (group.kind == KVC_PRIVATE) return KVC_OK;
+    if (group.kind == KVC_STATE && (group.block_tokens != config.grid_tokens || group.lookahead_tokens))
+        return fail(KVC_E_ARGUMENT, "group %d: the block of a state is the grid, and no draft is a state", g);
+    if (group.block_tokens < 1 || config.grid_tokens % group.block_tokens)
+        return fail(KVC_E_ARGUMENT, "group %d has blocks of %d tokens: the grid of %d must be a multiple", g,
+                    group.block_tokens, config.grid_tokens);
+    const bool whole = group.block_tokens % config.hash_unit_tokens == 0;
+    if (!whole && (group.kind != KVC_SPAN || config.hash_unit_tokens % group.block_tokens))
+        return fail(KVC_E_ARGUMENT, "group %d has blocks of %d tokens, the hash unit is %d", g, group.block_tokens,
+                    config.hash_unit_tokens);
+    if (group.kind == KVC_SPAN &&
+        (group.chunk_tokens < 1 || group.lead_tokens < 0 || group.chunk_tokens > kvc::kMostTokens ||
+         group.lead_tokens > kvc::kMostTokens || (group.chunk_tokens > 1 && group.chunk_tokens % group.block_tokens)))
+        return fail(KVC_E_ARGUMENT, "group %d has chunks of %lld tokens and a lead of %lld, blocks of %d", g,
+                    static_cast<L>(group.chunk_tokens), static_cast<L>(group.lead_tokens), group.block_tokens);
+    return KVC_OK;
+}
+
 int32_t check_config(const kvc_config& config, const kvc_group* groups) {
-    if (config.n_groups < 1 || config.hash_unit_tokens < 1 || config.grid_tokens < 1 || config.max_open_steps < 1)
-        return fail(KVC_E_ARGUMENT, "groups, hash unit, grid and open steps must all be above 0");
-    if (config.grid_tokens % config.hash_unit_tokens)
+    if (config.n_groups < 1 || config.n_groups > kvc::kMostGroups || config.n_classes < 1 ||
+        config.n_classes > config.n_groups)
+        return fail(KVC_E_ARGUMENT, "%d groups in %d size classes: 1 to %d groups, at most one class each",
+                    config.n_groups, config.n_classes, kvc::kMostGroups);
+    if (const auto status = not_null("pages_per_slab", config.pages_per_slab, "groups", groups)) return status;
+    if (config.hash_unit_tokens < 1 || config.grid_tokens < 1 || config.grid_tokens % config.hash_unit_tokens)
         return fail(KVC_E_ARGUMENT, "the grid of %d tokens is no multiple of the hash unit of %d", config.grid_tokens,
                     config.hash_unit_tokens);
-    for (int32_t g = 0; g < config.n_groups; ++g) {
-        const kvc_group& group = groups[g];
-        if (group.kind != KVC_FULL && group.kind != KVC_RECURRENT)
-            return fail(KVC_E_ARGUMENT, "group %d has unknown kind %d", g, group.kind);
-        if (group.block_tokens < 1 || group.block_tokens % config.hash_unit_tokens ||
-            config.grid_tokens % group.block_tokens)
-            return fail(KVC_E_ARGUMENT, "group %d has blocks of %d tokens: not between hash unit %d and grid %d", g,
-                        group.block_tokens, config.hash_unit_tokens, config.grid_tokens);
-        if (group.pages < 1 || group.pages > kvc::kUnlimitedPages)
-            return fail(KVC_E_ARGUMENT, "group %d has %lld pages: 1 to %lld are possible", g,
-                        static_cast<long long>(group.pages), static_cast<long long>(kvc::kUnlimitedPages));
+    if (config.max_open_steps < 1 || config.max_open_steps > kMostOpenSteps)
+        return fail(KVC_E_ARGUMENT, "%d open steps: 1 to %d are possible", config.max_open_steps, kMostOpenSteps);
+    int32_t most = 1;
+    for (int32_t c = 0; c < config.n_classes; ++c) {
+        if (config.pages_per_slab[c] < 1 || config.pages_per_slab[c] > kMostSlabPages)
+            return fail(KVC_E_ARGUMENT, "%d pages in a slab of class %d: 1 to %d are possible",
+                        config.pages_per_slab[c], c, kMostSlabPages);
+        most = std::max(most, config.pages_per_slab[c]);
     }
+    if (config.slabs < 1 || config.slabs > kvc::kMostPages / most)
+        return fail(KVC_E_ARGUMENT, "%lld slabs of up to %d pages: 1 to %d are possible",
+                    static_cast<long long>(config.slabs), most, kvc::kMostPages / most);
+    for (int32_t g = 0; g < config.n_groups; ++g)
+        if (const auto status = check_group(config, g, groups[g])) return status;
     return KVC_OK;
 }
 
@@ -45,8 +82,9 @@ extern "C" {
 
 int32_t kvc_manager_new(const kvc_config* config, const kvc_group* groups, kvc_manager** out) {
     return kvc::guarded([&]() -> int32_t {
+        if (const auto status = not_null("config", config, "groups", groups, "out", out)) return status;
         if (const auto status = check_config(*config, groups)) return status;
-        *out = new kvc_manager{kvc::Manager(*config, groups), {}};
+        *out = new kvc_manager{{*config, groups}, {}};
         return KVC_OK;
     });
 }
@@ -54,38 +92,69 @@ int32_t kvc_manager_new(const kvc_config* config, const kvc_group* groups, kvc_m
 void kvc_manager_free(kvc_manager* manager) { delete manager; }
 
 int32_t kvc_open(kvc_manager* manager, const kvc_open_args* args, int64_t* handle) {
-    return enter(manager, [&](kvc::Manager& m) { return m.open(*args, handle); });
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = not_null("args", args, "handle", handle);
+        return status ? status : m.open(*args, handle);
+    });
 }
 
 int32_t kvc_extend(kvc_manager* manager, int64_t handle, const int32_t* tokens, int64_t n) {
     return enter(manager, [&](kvc::Manager& m) { return m.extend(handle, tokens, n); });
 }
 
-int32_t kvc_retain(kvc_manager* manager, int64_t handle, int64_t interval, const int64_t* positions,
-                   const uint8_t* kept, int64_t n) {
-    return enter(manager, [&](kvc::Manager& m) { return m.retain(handle, interval, positions, kept, n); });
+int32_t kvc_retain(kvc_manager* manager, int64_t handle, const int64_t* intervals, const int64_t* positions,
+                   const uint8_t* declared, int64_t n) {
+    return enter(manager, [&](kvc::Manager& m) {
+        if (const auto status = not_null("intervals", intervals)) return status;
+        if (const auto status = check_array("positions", positions, n)) return status;
+        if (const auto status = check_array("declared", declared, n)) return status;
+        return m.retain(handle, intervals, positions, declared, n);
+    });
 }
 
 int32_t kvc_stops(kvc_manager* manager, int64_t handle, int64_t start, int64_t end, int64_t* positions, int64_t cap,
                   int64_t* n) {
-    return enter(manager, [&](kvc::Manager& m) { return m.stops(handle, start, end, positions, cap, n); });
+    return enter(manager, [&](kvc::Manager& m) {
+        if (const auto status = not_null("n", n)) return status;
+        if (const auto status = check_array("positions", positions, cap)) return status;
+        return m.stops(handle, start, end, positions, cap, n);
+    });
 }
 
 int32_t kvc_lookup(kvc_manager* manager, int64_t handle, const uint8_t* const* present, const int64_t* n_present,
                    kvc_hit* out) {
-    return enter(manager, [&](kvc::Manager& m) { return m.lookup(handle, present, n_present, out); });
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = not_null("out", out);
+        return status ? status : m.lookup(handle, present, n_present, out);
+    });
 }
 
-int32_t kvc_need(kvc_manager* manager, int64_t handle, int64_t n_tokens, int64_t* pages) {
-    return enter(manager, [&](kvc::Manager& m) { return m.need(handle, n_tokens, pages); });
+int32_t kvc_need(kvc_manager* manager, int64_t handle, int64_t n_tokens, int64_t n_drafts, int64_t* pages) {
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = not_null("pages", pages);
+        return status ? status : m.need(handle, n_tokens, n_drafts, pages);
+    });
 }
 
-int32_t kvc_allocate(kvc_manager* manager, int64_t handle, int64_t n_tokens, kvc_grant* out) {
-    return enter(manager, [&](kvc::Manager& m) { return m.allocate(handle, n_tokens, out); });
+int32_t kvc_allocate(kvc_manager* manager, int64_t handle, int64_t n_tokens, int64_t n_drafts, kvc_grant* out) {
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = not_null("out", out);
+        return status ? status : m.allocate(handle, n_tokens, n_drafts, out);
+    });
+}
+
+int32_t kvc_blockage(kvc_manager* manager, int64_t handle, int32_t* reason) {
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = not_null("reason", reason);
+        return status ? status : m.blockage(handle, reason);
+    });
 }
 
 int32_t kvc_begin_step(kvc_manager* manager, int64_t* step) {
-    return enter(manager, [&](kvc::Manager& m) { return m.begin_step(step); });
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = not_null("step", step);
+        return status ? status : m.begin_step(step);
+    });
 }
 
 int32_t kvc_commit(kvc_manager* manager, int64_t handle, int64_t upto) {
@@ -109,30 +178,67 @@ int32_t kvc_abort(kvc_manager* manager, int64_t handle) {
 }
 
 int32_t kvc_info(kvc_manager* manager, int64_t handle, kvc_request_info* out) {
-    return enter(manager, [&](kvc::Manager& m) { return m.info(handle, out); });
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = not_null("out", out);
+        return status ? status : m.info(handle, out);
+    });
 }
 
 int32_t kvc_digests(kvc_manager* manager, int64_t handle, const uint8_t** digests, int64_t* n_units) {
-    return enter(manager, [&](kvc::Manager& m) { return m.digests(handle, digests, n_units); });
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = not_null("digests", digests, "n_units", n_units);
+        return status ? status : m.digests(handle, digests, n_units);
+    });
 }
 
 int32_t kvc_table(kvc_manager* manager, int64_t handle, int32_t group, int64_t first, int32_t* pages, int64_t cap,
                   int64_t* n) {
-    return enter(manager, [&](kvc::Manager& m) { return m.table(handle, group, first, pages, cap, n); });
+    return enter(manager, [&](kvc::Manager& m) {
+        if (const auto status = not_null("n", n)) return status;
+        if (const auto status = check_array("pages", pages, cap)) return status;
+        return m.table(handle, group, first, pages, cap, n);
+    });
 }
 
 int32_t kvc_state_plan(kvc_manager* manager, int64_t handle, int32_t group, int32_t* source, int64_t* positions,
                        int32_t* pages, int64_t cap, int64_t* n) {
-    return enter(manager,
-                 [&](kvc::Manager& m) { return m.state_plan(handle, group, source, positions, pages, cap, n); });
+    return enter(manager, [&](kvc::Manager& m) {
+        if (const auto status = not_null("source", source, "n", n)) return status;
+        if (const auto status = check_array("positions", positions, cap)) return status;
+        if (const auto status = check_array("pages", pages, cap)) return status;
+        return m.state_plan(handle, group, source, positions, pages, cap, n);
+    });
+}
+
+int32_t kvc_holes(kvc_manager* manager, int64_t handle, int32_t group, int64_t* blocks, int64_t cap, int64_t* n) {
+    return enter(manager, [&](kvc::Manager& m) {
+        if (const auto status = not_null("n", n)) return status;
+        if (const auto status = check_array("blocks", blocks, cap)) return status;
+        return m.holes(handle, group, blocks, cap, n);
+    });
+}
+
+int32_t kvc_take_moves(kvc_manager* manager, kvc_move* moves, int64_t cap, int64_t* n) {
+    return enter(manager, [&](kvc::Manager& m) {
+        if (const auto status = not_null("n", n)) return status;
+        if (const auto status = check_array("moves", moves, cap)) return status;
+        return m.take_moves(moves, cap, n);
+    });
 }
 
 int32_t kvc_load_items(kvc_manager* manager, int64_t load, kvc_keyed* items, int64_t cap, int64_t* n) {
-    return enter(manager, [&](kvc::Manager& m) { return m.load_items(load, items, cap, n); });
+    return enter(manager, [&](kvc::Manager& m) {
+        if (const auto status = not_null("n", n)) return status;
+        if (const auto status = check_array("items", items, cap)) return status;
+        return m.load_items(load, items, cap, n);
+    });
 }
 
 int32_t kvc_end_load(kvc_manager* manager, int64_t load, const uint8_t* ok, int64_t n) {
-    return enter(manager, [&](kvc::Manager& m) { return m.end_load(load, ok, n); });
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = check_array("ok", ok, n);
+        return status ? status : m.end_load(load, ok, n);
+    });
 }
 
 int32_t kvc_abandon_load(kvc_manager* manager, int64_t load) {
@@ -140,31 +246,90 @@ int32_t kvc_abandon_load(kvc_manager* manager, int64_t load) {
 }
 
 int32_t kvc_take_keyed(kvc_manager* manager, kvc_keyed* items, int64_t cap, int64_t* n) {
-    return enter(manager, [&](kvc::Manager& m) { return m.take_keyed(items, cap, n); });
+    return enter(manager, [&](kvc::Manager& m) {
+        if (const auto status = not_null("n", n)) return status;
+        if (const auto status = check_array("items", items, cap)) return status;
+        return m.take_keyed(items, cap, n);
+    });
 }
 
-int32_t kvc_pin(kvc_manager* manager, const kvc_keyed* items, int64_t n, uint8_t* pinned) {
-    return enter(manager, [&](kvc::Manager& m) { return m.pin(items, n, pinned); });
+int32_t kvc_pin(kvc_manager* manager, kvc_keyed* items, int64_t n, uint8_t* pinned) {
+    return enter(manager, [&](kvc::Manager& m) {
+        if (const auto status = check_array("items", items, n)) return status;
+        if (const auto status = check_array("pinned", pinned, n)) return status;
+        return m.pin(items, n, pinned);
+    });
 }
 
 int32_t kvc_unpin(kvc_manager* manager, int32_t group, const int32_t* pages, int64_t n) {
-    return enter(manager, [&](kvc::Manager& m) { return m.unpin(group, pages, n); });
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = check_array("pages", pages, n);
+        return status ? status : m.unpin(group, pages, n);
+    });
+}
+
+int32_t kvc_event_sizes(kvc_manager* manager, int64_t* runs, int64_t* keys, int64_t* tokens) {
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = not_null("runs", runs, "keys", keys, "tokens", tokens);
+        return status ? status : m.event_sizes(runs, keys, tokens);
+    });
+}
+
+int32_t kvc_take_events(kvc_manager* manager, kvc_event_run* runs, uint8_t* keys, int32_t* tokens) {
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = not_null("runs", runs, "keys", keys, "tokens", tokens);
+        return status ? status : m.take_events(runs, keys, tokens);
+    });
 }
 
 int32_t kvc_manager_get_stats(kvc_manager* manager, kvc_manager_stats* out) {
-    return enter(manager, [&](kvc::Manager& m) { return m.stats(out); });
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = not_null("out", out);
+        return status ? status : m.stats(out);
+    });
 }
 
-int32_t kvc_group_stats(kvc_manager* manager, int32_t group, kvc_pool_stats* out) {
-    return enter(manager, [&](kvc::Manager& m) { return m.group_stats(group, out); });
+int32_t kvc_get_arena_stats(kvc_manager* manager, kvc_arena_stats* out) {
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = not_null("out", out);
+        return status ? status : m.arena_stats(out);
+    });
+}
+
+int32_t kvc_get_class_stats(kvc_manager* manager, int32_t size_class, kvc_class_stats* out) {
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = not_null("out", out);
+        return status ? status : m.class_stats(size_class, out);
+    });
+}
+
+int32_t kvc_get_group_stats(kvc_manager* manager, int32_t group, kvc_group_stats* out) {
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = not_null("out", out);
+        return status ? status : m.group_stats(group, out);
+    });
 }
 
 int32_t kvc_has_key(kvc_manager* manager, int32_t group, uint32_t ns, const uint8_t* digest, int32_t* page) {
-    return enter(manager, [&](kvc::Manager& m) { return m.has_key(group, ns, digest, page); });
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = not_null("digest", digest, "page", page);
+        return status ? status : m.has_key(group, ns, digest, page);
+    });
 }
 
-int32_t kvc_clear(kvc_manager* manager) {
-    return enter(manager, [&](kvc::Manager& m) { return m.clear(); });
+int32_t kvc_namespace_use(kvc_manager* manager, uint32_t ns, int64_t* uses) {
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = not_null("uses", uses);
+        return status ? status : m.namespace_use(ns, uses);
+    });
+}
+
+int32_t kvc_clear(kvc_manager* manager, int32_t retire) {
+    return enter(manager, [&](kvc::Manager& m) { return m.clear(retire != 0); });
+}
+
+int32_t kvc_clear_namespace(kvc_manager* manager, uint32_t ns, int32_t retire) {
+    return enter(manager, [&](kvc::Manager& m) { return m.clear_namespace(ns, retire != 0); });
 }
 
 int32_t kvc_check(kvc_manager* manager) {

@@ -1,50 +1,83 @@
 // What the manager knows of one request, one step, one load.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
+#include "arena.h"
 #include "kvcache_core.h"
-#include "pool.h"
 
 namespace kvc {
 
 // Longest request, and largest interval: sums of a few of these stay far from overflow.
-inline constexpr int64_t kMostTokens = int64_t{1} << 48;
+inline constexpr int64_t kMostTokens = int64_t{1} << 47;
 
-// The state after `position` tokens: one page for each recurrent group. Frozen: never written again.
+inline constexpr int64_t kMostStops = int64_t{1} << 24;  // of one plan
+
+inline constexpr int32_t kHole = -2;  // a block of a hit that a draft group lacks
+
+// A set of group ids.
+using GroupSet = uint64_t;
+inline bool has(GroupSet set, int32_t group) { return set >> group & 1; }
+
+// A position that the policy keeps.
+struct Kept {
+    int64_t position = 0;
+    GroupSet groups = 0;  // that keep what a lookup here reads
+    bool declared = false;
+};
+
+// The state after `position` tokens: one page for each state group. Frozen: never written again.
 struct Point {
     int64_t position = 0;
     std::vector<int32_t> pages;
     int64_t step = 0;     // the step that writes it; complete once that has ended
     bool frozen = false;  // a snapshot; otherwise the working state, updated in place
-    bool policy = false;  // the policy wants it: gets its key with its step, not only when the request ends
-    bool kept = false;
+    GroupSet wanted = 0;  // state groups that get their key with the step, not only when the request ends
+    bool declared = false;
 };
 
-struct Retained {
-    int64_t position;
-    bool kept;
+// Blocks [first, first + pages.size()) of one group. What lies before `first` was given up.
+struct Table {
+    int64_t first = 0;
+    std::vector<int32_t> pages;
+
+    int64_t end() const { return first + static_cast<int64_t>(pages.size()); }
+    int32_t page(int64_t block) const { return pages[static_cast<size_t>(block - first)]; }
+};
+
+struct Media {
+    int64_t offset;
+    int64_t length;
+    Digest digest;
 };
 
 enum class RequestState : int32_t { kWaiting = 0, kRunning = 1, kLoading = 2 };
 
 struct Request {
     int64_t handle = 0;
+    int64_t order = 0;  // age: lower is older
     RequestState state = RequestState::kWaiting;
+    int32_t blockage = 0;  // why the last allocate had no space: kvc_blockage
 
     // Content.
     uint32_t ns = 0;
+    bool foreign = false;
+    bool muted = false;    // its namespace was cleared while it ran: it leaves no keys until it starts anew
+    bool retired = false;  // its root is out of use: it finds no keys and leaves none
     Digest root{};
     std::vector<int32_t> tokens;  // empty for foreign keys
+    std::vector<Media> media;     // ascending
     std::vector<Digest> digests;  // one link per hash unit
     int64_t n_tokens = 0;
     int64_t n_prompt = 0;
     int64_t max_tokens = 0;
+    int64_t key_limit = INT64_MAX;  // foreign requests bring no keys for tokens beyond
 
     // Retention.
-    int64_t interval = 0;
-    std::vector<Retained> retained;  // ascending
+    std::vector<int64_t> intervals;  // per group, 0: none
+    std::vector<Kept> kept;          // ascending: what the policy named
 
     // The last lookup.
     bool looked_up = false;
@@ -52,28 +85,35 @@ struct Request {
     uint64_t hit_version = 0;
     std::vector<std::vector<uint8_t>> present;  // per group, empty: the tier has nothing
 
-    // Progress: computed <= committed <= granted, in tokens.
+    // Progress: settled <= computed <= committed <= granted, in tokens.
     int64_t computed = 0;
     int64_t committed = 0;
     int64_t granted = 0;
+    int64_t drafts = 0;     // the last tokens of the grant that are guesses: any of them may be left out by commit
     int64_t last_step = 0;  // the newest step that the request takes part in
     uint64_t run = 0;       // counts starts, so that a step's entry of an earlier run is told apart
     int64_t load = 0;
 
     // Pages.
-    std::vector<std::vector<int32_t>> tables;  // per group; attention only
-    std::vector<int64_t> keyed_blocks;         // per group: blocks whose key was settled
-    std::vector<Point> points;                 // frozen, ascending; the oldest may be an adopted cached state
-    Point working;                             // pages empty: none
-    std::vector<Point> plan;                   // of the current grant
-    std::vector<int32_t> plan_source;          // pages of the state at the grant's start; empty: zero
-    bool plan_open = false;                    // not committed yet: its pages are still the plan's own
+    std::vector<Table> tables;                // per group; full, span, private
+    std::vector<int64_t> keyed_blocks;        // per full group: blocks whose key was settled
+    std::vector<int64_t> span_pending;        // per span group: up to here the kept positions' blocks have pending keys
+    std::vector<int64_t> span_settled;        // ... or visible ones
+    std::vector<std::vector<int64_t>> holes;  // per draft group: blocks of the hit without content
+    std::vector<Point> points;                // frozen, ascending; the oldest may be an adopted cached state
+    Point working;                            // pages empty: none
+    std::vector<Point> plan;                  // of the current grant
+    std::vector<int32_t> plan_source;         // pages of the state at the grant's start; empty: zero
+    bool plan_open = false;                   // not committed yet: its pages are still the plan's own
+
+    // Tokens that are computed and known: what may get keys.
+    int64_t settled() const { return std::min({computed, n_tokens, key_limit}); }
 };
 
 struct Release {
     int32_t group;
     int32_t page;
-    Pool::List list;
+    Arena::List list;
 };
 
 struct Step {
@@ -89,7 +129,9 @@ struct Step {
 
 struct Load {
     int64_t handle = 0;  // 0: the request does not wait for it any more
+    bool muted = false;  // its namespace was cleared: its pages get no keys
     std::vector<kvc_keyed> items;
+    std::vector<Digest> parents;  // of the items' blocks; all zero for the first
 };
 
 }  // namespace kvc

@@ -30,6 +30,7 @@ alignas(64) const uint32_t kRound[64] = {
 
 // The message bytes of a key, the same on every host.
 constexpr char kBlockDomain[] = "kvcache/block/1";
+constexpr char kMixedDomain[] = "kvcache/block+/1";
 
 uint32_t load_be(const uint8_t* p) {
     return uint32_t{p[0]} << 24 | uint32_t{p[1]} << 16 | uint32_t{p[2]} << 8 | uint32_t{p[3]};
@@ -144,10 +145,24 @@ Digest sha256(Compress compress, const uint32_t start[8], uint64_t prefix_bytes,
 }
 
 BlockChain::BlockChain(Compress compress) : compress_(compress) {
-    uint8_t domain[64] = {};
-    std::copy_n(kBlockDomain, sizeof kBlockDomain - 1, domain);
-    std::copy_n(kShaInitial, 8, start_);
-    compress_(start_, domain, 1);
+    auto fold = [&](const char* name, size_t length, uint32_t* state) {
+        uint8_t domain[64] = {};
+        std::copy_n(name, length, domain);
+        std::copy_n(kShaInitial, 8, state);
+        compress_(state, domain, 1);
+    };
+    fold(kBlockDomain, sizeof kBlockDomain - 1, start_);
+    fold(kMixedDomain, sizeof kMixedDomain - 1, mixed_start_);
+}
+
+Digest BlockChain::mixed(const Digest& parent, const int32_t* tokens, int64_t block_tokens, const uint8_t* extra,
+                         size_t extra_bytes) const {
+    const size_t token_bytes = static_cast<size_t>(block_tokens) * 4;
+    std::vector<uint8_t> message(32 + token_bytes + extra_bytes);
+    std::memcpy(message.data(), parent.bytes, 32);
+    std::memcpy(message.data() + 32, tokens, token_bytes);
+    std::memcpy(message.data() + 32 + token_bytes, extra, extra_bytes);
+    return sha256(compress_, mixed_start_, 64, message.data(), message.size());
 }
 
 void BlockChain::extend(const Digest& parent, const int32_t* tokens, int64_t n_blocks, int64_t block_tokens,

@@ -24,16 +24,20 @@ Digest sha256(Compress compress, const uint32_t start[8], uint64_t prefix_bytes,
 
 extern const uint32_t kShaInitial[8];
 
-// The chain of block keys: SHA-256(domain block || parent || tokens). The domain block is folded in once.
+// The chain of block keys: SHA-256(domain block || parent || tokens). The domain block is folded in once. A block that
+// something other than its tokens went into (an image, prompt embeddings) has a domain of its own, and what it was follows.
 class BlockChain {
   public:
     explicit BlockChain(Compress compress);
     void extend(const Digest& parent, const int32_t* tokens, int64_t n_blocks, int64_t block_tokens,
                 Digest* digests) const;
+    Digest mixed(const Digest& parent, const int32_t* tokens, int64_t block_tokens, const uint8_t* extra,
+                 size_t extra_bytes) const;
 
   private:
     Compress compress_;
     uint32_t start_[8];
+    uint32_t mixed_start_[8];
 };
 
 }  // namespace kvc

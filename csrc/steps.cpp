@@ -22,85 +22,143 @@ Step* Manager::open_step(int64_t id) {
     return at == steps_.end() ? nullptr : &*at;
 }
 
-// ---- releasing ------------------------------------------------------------------------------------------------------
-
-// At once, or with the newest open step that the request takes part in: until then its pages may be read or written.
-void Manager::release(Request& r, int32_t group, int32_t page, Pool::List list) {
-    if (Step* step = open_step(r.last_step)) step->releases.push_back({group, page, list});
-    else pools_[static_cast<size_t>(group)].release(page, list);
-}
-
-void Manager::release_point(Request& r, const Point& point, Pool::List list) {
-    for (size_t s = 0; s < point.pages.size(); ++s) release(r, states_[s], point.pages[s], list);
-}
-
-// A later state of the request is there. What was declared, or served several requests, keeps its place.
-void Manager::release_superseded(Request& r, const Point& point) {
-    for (size_t s = 0; s < point.pages.size(); ++s) {
-        const Page& page = pools_[static_cast<size_t>(states_[s])].page(point.pages[s]);
-        release(r, states_[s], point.pages[s], page.kept || page.hits > 1 ? Pool::kLru : Pool::kVictims);
-    }
-}
-
 // ---- keys -----------------------------------------------------------------------------------------------------------
 
-// Gives a page of the request the key that belongs to `end`, unless that is unknown yet or on another page.
-bool Manager::key_page(const Request& r, int32_t group, int32_t page, int64_t end, Page::Key key) {
-    Pool& pool = pools_[static_cast<size_t>(group)];
-    if (pool.page(page).key == Page::kVisible) return false;
-    if (pool.page(page).key == Page::kPending) {
-        if (key == Page::kPending) return false;
-        pool.confirm(page);
-        push_keyed(r, group, page);
-        return true;
-    }
-    const Digest* digest = digest_at(r, end);
-    if (!digest || !pool.publish(page, *digest, r.ns, end, key)) return false;
-    if (key == Page::kVisible) push_keyed(r, group, page);
-    return true;
+// Gives a page of the request its key, unless another page has it.
+bool Manager::key_page(const Request& r, int32_t group, int32_t page, const Digest& key, int64_t end,
+                       Page::Key visibility) {
+    const Page& target = arena_.page(group, page);
+    if (r.muted || r.retired || target.key == Page::kVisible) return false;
+    if (target.key == Page::kPending && visibility == Page::kPending) return false;
+    writer_ = &r;
+    bool done = true;
+    if (target.key == Page::kPending) arena_.confirm(group, page);
+    else done = arena_.publish(group, page, key, r.ns, end, visibility);
+    writer_ = nullptr;
+    if (done && visibility == Page::kVisible) push_keyed(r.handle, group, page);
+    return done;
 }
 
-// Settles the keys of all blocks that are computed and whose tokens are known.
-void Manager::key_blocks(Request& r) {
-    for (const int32_t group : attention_) {
-        const auto g = static_cast<size_t>(group);
-        const int64_t block = groups_[g].block_tokens;
-        int64_t& i = r.keyed_blocks[g];
-        for (; (i + 1) * block <= r.computed && digest_at(r, (i + 1) * block); ++i)
-            key_page(r, group, r.tables[g][static_cast<size_t>(i)], (i + 1) * block, Page::kVisible);
+void Manager::key_state(const Request& r, const Point& point, int32_t group, Page::Key visibility) {
+    const Digest* key = digest_at(r, point.position);
+    if (!key) return;
+    const auto s = static_cast<size_t>(std::find(states_.begin(), states_.end(), group) - states_.begin());
+    key_page(r, group, point.pages[s], *key, point.position, visibility);
+    if (!point.declared || visibility != Page::kVisible) return;
+    const int32_t owner = arena_.find(group, *key, r.ns);  // maybe another request's page
+    if (owner != kNoPage) arena_.keep(group, owner);
+}
+
+// What a lookup at `position` reads of a span group. `done`: the kept position before it, whose blocks are settled.
+void Manager::key_span(Request& r, int32_t group, int64_t position, int64_t* done, bool declared,
+                       Page::Key visibility) {
+    const GroupRules& g = rules(group);
+    const Table& table = r.tables[static_cast<size_t>(group)];
+    const int64_t begin = declared ? g.need_begin(position) : std::max(g.need_begin(position), *done);
+    const int64_t first = std::max(begin / g.block_tokens, table.first);
+    for (int64_t b = first; b * g.block_tokens < position; ++b) {
+        Digest key;
+        if (!block_key(r, group, b, &key)) continue;
+        key_page(r, group, table.page(b), key, (b + 1) * g.block_tokens, visibility);
+        if (!declared || visibility != Page::kVisible) continue;
+        const int32_t owner = arena_.find(group, key, r.ns);
+        if (owner != kNoPage) arena_.keep(group, owner);
+    }
+    *done = std::max(*done, position);
+}
+
+// Settles the keys of all blocks of full groups that are computed and whose tokens are known.
+void Manager::key_full_blocks(Request& r) {
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        if (!rules(g).full()) continue;
+        const Table& table = r.tables[static_cast<size_t>(g)];
+        int64_t& b = r.keyed_blocks[static_cast<size_t>(g)];
+        Digest key;
+        for (; (b + 1) * rules(g).block_tokens <= r.computed && block_key(r, g, b, &key); ++b)
+            key_page(r, g, table.page(b), key, (b + 1) * rules(g).block_tokens, Page::kVisible);
     }
 }
 
 // Index of the newest frozen point whose step has ended; points.size() if there is none.
 size_t Manager::newest_complete(const Request& r) const {
     for (size_t i = r.points.size(); i-- > 0;)
-        if (steps_.empty() || r.points[i].step < steps_.front().id) return i;
+        if ((steps_.empty() || r.points[i].step < steps_.front().id) && r.points[i].position <= r.settled()) return i;
     return r.points.size();
 }
 
-// Keys the complete points that the policy wants, and lets go of all but the newest.
-void Manager::key_points(Request& r) {
-    const size_t newest = newest_complete(r);
-    if (newest == r.points.size()) return;
-    for (size_t i = 0; i <= newest; ++i) {
-        const Point& point = r.points[i];
-        if (!point.policy) continue;
-        for (size_t s = 0; s < point.pages.size(); ++s) {
-            Pool& pool = pools_[static_cast<size_t>(states_[s])];
-            key_page(r, states_[s], point.pages[s], point.position, Page::kVisible);
-            const Digest* digest = point.kept ? digest_at(r, point.position) : nullptr;
-            const int32_t owner = digest ? pool.find(*digest, r.ns) : kNoPage;  // maybe another request's page
-            if (owner != kNoPage) pool.keep(owner);
-        }
+// Blocks that a policy wanted when they were committed, and does not name any more.
+void Manager::confirm_spans(Request& r) {
+    if (!arena_.pending()) return;
+    for (const int32_t g : spans_) {
+        const Table& table = r.tables[static_cast<size_t>(g)];
+        const int64_t block = rules(g).block_tokens;
+        Digest key;
+        for (int64_t b = table.first; (b + 1) * block <= r.settled(); ++b)
+            if (arena_.page(g, table.page(b)).key == Page::kPending && block_key(r, g, b, &key))
+                key_page(r, g, table.page(b), key, (b + 1) * block, Page::kVisible);
     }
-    for (size_t i = 0; i < newest; ++i) release_superseded(r, r.points[i]);
-    r.points.erase(r.points.begin(), r.points.begin() + static_cast<std::ptrdiff_t>(newest));
+}
+
+// Keys what the policy keeps of the span and state groups.
+void Manager::key_sparse(Request& r) {
+    if (!spans_.empty()) {
+        int64_t done = r.settled();
+        for (const int32_t g : spans_) done = std::min(done, r.span_settled[static_cast<size_t>(g)]);
+        kept_between(r, done, r.settled(), &kept_);
+        for (const Kept& kept : kept_)
+            for (const int32_t g : spans_) {
+                int64_t& settled = r.span_settled[static_cast<size_t>(g)];
+                if (has(kept.groups, g) && kept.position > settled)
+                    key_span(r, g, kept.position, &settled, kept.declared, Page::kVisible);
+            }
+    }
+    confirm_spans(r);
+    const size_t newest = newest_complete(r);
+    for (size_t i = 0; newest < r.points.size() && i <= newest; ++i)
+        for (const int32_t g : states_)
+            if (has(r.points[i].wanted, g)) key_state(r, r.points[i], g, Page::kVisible);
+}
+
+// Lets go of what the newest complete grid point no longer needs: older snapshots, blocks that fell out of the spans.
+void Manager::give_up_passed(Request& r) {
+    if (const size_t newest = newest_complete(r); newest < r.points.size()) {
+        for (size_t i = 0; i < newest; ++i)
+            for (size_t s = 0; s < states_.size(); ++s) {
+                const int32_t page = r.points[i].pages[s];
+                release(r, states_[s], page, superseded_list(states_[s], page));
+            }
+        r.points.erase(r.points.begin(), r.points.begin() + static_cast<std::ptrdiff_t>(newest));
+    }
+    // Beyond its last key a foreign request completes nothing more: that grid point's blocks get their keys now.
+    const int64_t told = std::min(r.computed, r.n_tokens) / grid_ * grid_;
+    const int64_t last = r.settled() / grid_ * grid_;
+    for (const int32_t g : spans_) {
+        Table& table = r.tables[static_cast<size_t>(g)];
+        const int64_t block = rules(g).block_tokens;
+        const int64_t first = rules(g).need_begin(told) / block;
+        const int64_t passed = std::min(first, table.end()) - table.first;
+        if (passed <= 0) continue;
+        if (told > last) key_span(r, g, last, &r.span_settled[static_cast<size_t>(g)], false, Page::kVisible);
+        for (int64_t i = 0; i < passed; ++i) {
+            const int32_t page = table.pages[static_cast<size_t>(i)];
+            const bool serves = told > last && (table.first + i + 1) * block > rules(g).need_begin(last);
+            release(r, g, page, serves ? Arena::kLru : superseded_list(g, page));
+        }
+        table.pages.erase(table.pages.begin(), table.pages.begin() + static_cast<std::ptrdiff_t>(passed));
+        table.first += passed;
+    }
+}
+
+// After a step has ended, or tokens were told.
+void Manager::settle(Request& r) {
+    key_full_blocks(r);
+    key_sparse(r);
+    give_up_passed(r);
 }
 
 // ---- commit and end -------------------------------------------------------------------------------------------------
 
-int32_t Manager::commit(int64_t handle, int64_t upto) {
-    Request* r = find(handle);
+int32_t Manager::check_commit(const Request* r, int64_t handle, int64_t upto) const {
     if (!r) return unknown(handle);
     if (steps_.empty()) return fail(KVC_E_STATE, "commit outside a step: call begin_step() first");
     if (r->state != RequestState::kRunning)
@@ -109,62 +167,88 @@ int32_t Manager::commit(int64_t handle, int64_t upto) {
         return fail(KVC_E_ARGUMENT, "commit up to %lld: the grant of request %lld covers %lld to %lld",
                     static_cast<L>(upto), static_cast<L>(handle), static_cast<L>(r->committed),
                     static_cast<L>(r->granted));
-    if (!states_.empty() && upto != r->granted)
+    if (!states_.empty() && upto < r->granted - r->drafts)
         return fail(KVC_E_ARGUMENT,
-                    "commit up to %lld of a grant to %lld: a state cannot stop in between, allocate fewer tokens",
-                    static_cast<L>(upto), static_cast<L>(r->granted));
-    Step& step = steps_.back();
-    std::vector<Point> points = states_.empty() ? std::vector<Point>{} : r->plan;
-    r->points.reserve(r->points.size() + points.size());
-    step.entries.reserve(step.entries.size() + 1);
-    for (const int32_t group : attention_) {
-        const int64_t block = groups_[static_cast<size_t>(group)].block_tokens;
-        pools_[static_cast<size_t>(group)].reserve(0, upto / block - r->committed / block);
-    }
-    for (const int32_t group : states_)
-        pools_[static_cast<size_t>(group)].reserve(0, static_cast<int64_t>(points.size()));
-
-    for (const int32_t group : attention_) {
-        const auto g = static_cast<size_t>(group);
-        const int64_t block = groups_[g].block_tokens;
-        for (int64_t i = r->committed / block; (i + 1) * block <= upto; ++i)
-            key_page(*r, group, r->tables[g][static_cast<size_t>(i)], (i + 1) * block, Page::kPending);
-    }
-    if (!states_.empty()) {
-        for (Point& point : points) {
-            point.step = step.id;
-            if (!point.frozen) {
-                r->working = std::move(point);
-                continue;
-            }
-            if (point.policy)
-                for (size_t s = 0; s < point.pages.size(); ++s)
-                    key_page(*r, states_[s], point.pages[s], point.position, Page::kPending);
-            r->points.push_back(std::move(point));
-            r->working = {};  // it was updated in place and is frozen now, or there was none
-        }
-        r->plan_open = false;
-    }
-    step.entries.push_back({handle, r->run, upto});
-    r->last_step = step.id;
-    r->committed = upto;
+                    "commit up to %lld of a grant to %lld with %lld drafts: a state cannot stop in between, allocate"
+                    " fewer tokens",
+                    static_cast<L>(upto), static_cast<L>(r->granted), static_cast<L>(r->drafts));
     return KVC_OK;
 }
 
-// Memory that ending the step needs, so that running out of it changes nothing.
-void Manager::set_aside(const Step& step) {
-    size_t releases = 0;
-    for (const Step::Entry& entry : step.entries) {
-        const Request* r = find(entry.handle);
-        if (!r || r->run != entry.run) continue;
-        releases += r->points.size() * states_.size();
+// The plan's states up to `upto` are the request's now; those of guesses that were wrong go back.
+void Manager::commit_points(Request& r, std::vector<Point> plan, int64_t upto, int64_t step) {
+    r.plan_open = false;
+    for (Point& point : plan) {
+        if (point.position > upto) {
+            release_point(r, point, Arena::kLru);
+            continue;
+        }
+        point.step = step;
+        if (!r.working.pages.empty() && r.working.pages != point.pages) release_point(r, r.working, Arena::kLru);
+        r.working = {};
+        if (!point.frozen) {
+            r.working = std::move(point);
+            continue;
+        }
         for (const int32_t g : states_)
-            pools_[static_cast<size_t>(g)].reserve(0, static_cast<int64_t>(r->points.size()));
-        for (const int32_t g : attention_)
-            pools_[static_cast<size_t>(g)].reserve(0, static_cast<int64_t>(r->tables[static_cast<size_t>(g)].size()) -
-                                                          r->keyed_blocks[static_cast<size_t>(g)]);
+            if (has(point.wanted, g)) key_state(r, point, g, Page::kPending);
+        r.points.push_back(std::move(point));
     }
-    if (steps_.size() > 1) steps_.back().releases.reserve(steps_.back().releases.size() + releases);
+}
+
+int32_t Manager::commit(int64_t handle, int64_t upto) {
+    Request* r = find(handle);
+    if (const auto status = check_commit(r, handle, upto)) return status;
+    Step& step = steps_.back();
+    kept_.clear();
+    if (!spans_.empty()) kept_between(*r, r->committed, std::min(upto, r->n_tokens), &kept_);
+    std::vector<Point> plan = r->plan;
+    r->points.reserve(r->points.size() + plan.size());
+    step.entries.reserve(step.entries.size() + 1);
+    step.releases.reserve(step.releases.size() + (r->plan.size() + 1) * states_.size());
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        const GroupRules& group = rules(g);
+        if (group.blocks()) arena_.reserve_keys(g, group.blocks_upto(upto) - r->tables[static_cast<size_t>(g)].first);
+        if (group.state()) arena_.reserve_keys(g, static_cast<int64_t>(r->plan.size()));
+    }
+
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        if (!rules(g).full()) continue;
+        const int64_t block = rules(g).block_tokens;
+        const Table& table = r->tables[static_cast<size_t>(g)];
+        Digest key;
+        for (int64_t b = r->committed / block; (b + 1) * block <= upto && block_key(*r, g, b, &key); ++b)
+            key_page(*r, g, table.page(b), key, (b + 1) * block, Page::kPending);
+    }
+    for (const Kept& at : kept_)
+        for (const int32_t g : spans_)
+            if (has(at.groups, g) && at.position > r->span_pending[static_cast<size_t>(g)])
+                key_span(*r, g, at.position, &r->span_pending[static_cast<size_t>(g)], false, Page::kPending);
+    r->last_step = step.id;
+    if (!states_.empty()) commit_points(*r, std::move(plan), upto, step.id);
+    step.entries.push_back({handle, r->run, upto});
+    r->committed = upto;
+    r->granted = std::min(r->granted, states_.empty() ? r->granted : upto);
+    r->drafts = 0;
+    return KVC_OK;
+}
+
+// Memory that settle() needs once so many tokens are computed and known, so that running out of it changes nothing.
+void Manager::reserve_settle(const Request& r, int64_t computed, int64_t tokens) {
+    size_t releases = r.points.size() * states_.size();
+    for (const int32_t g : states_) arena_.reserve_keys(g, static_cast<int64_t>(r.points.size()));
+    int64_t done = std::min({computed, tokens, r.key_limit});
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        if (!rules(g).blocks()) continue;
+        const Table& table = r.tables[static_cast<size_t>(g)];
+        const int64_t keyed = rules(g).full() ? r.keyed_blocks[static_cast<size_t>(g)] : table.first;
+        arena_.reserve_keys(g, std::max<int64_t>(table.end() - keyed, 0));
+        if (!rules(g).span()) continue;
+        releases += table.pages.size();
+        done = std::min(done, r.span_settled[static_cast<size_t>(g)]);
+    }
+    if (!spans_.empty()) kept_between(r, done, std::min({computed, tokens, r.key_limit}), &kept_);
+    if (Step* step = open_step(r.last_step)) step->releases.reserve(step->releases.size() + releases);
 }
 
 int32_t Manager::end_step(int64_t id) {
@@ -173,90 +257,20 @@ int32_t Manager::end_step(int64_t id) {
     if (id != steps_.front().id)
         return fail(KVC_E_STATE, "step %lld must end before step %lld", static_cast<L>(steps_.front().id),
                     static_cast<L>(id));
-    set_aside(steps_.front());
+    for (const Step::Entry& entry : steps_.front().entries) {
+        const Request* r = find(entry.handle);
+        if (r && r->run == entry.run && r->state == RequestState::kRunning)
+            reserve_settle(*r, std::max(r->computed, entry.upto), r->n_tokens);
+    }
     const Step step = std::move(steps_.front());
     steps_.pop_front();
     for (const Step::Entry& entry : step.entries) {
         Request* r = find(entry.handle);
         if (!r || r->run != entry.run || r->state != RequestState::kRunning) continue;
         r->computed = std::max(r->computed, entry.upto);
-        key_blocks(*r);
-        key_points(*r);
+        settle(*r);
     }
-    for (const Release& freed : step.releases) pools_[static_cast<size_t>(freed.group)].release(freed.page, freed.list);
-    return KVC_OK;
-}
-
-// ---- closing --------------------------------------------------------------------------------------------------------
-
-// Takes all pages from a running or loading request. What open steps write for it leaves no key; the newest complete
-// state gets one.
-void Manager::drop_pages(Request& r) {
-    if (r.state == RequestState::kWaiting) return;
-    const bool loading = r.state == RequestState::kLoading;  // nothing was computed; keys are the load's affair
-    if (Step* step = open_step(r.last_step)) {
-        size_t pages = (r.points.size() + r.plan.size() + 1) * states_.size();
-        for (const auto& table : r.tables) pages += table.size();
-        step->releases.reserve(step->releases.size() + pages);  // the last thing that can fail
-    }
-    if (r.load) detach_load(r);
-    const size_t newest = newest_complete(r);
-    for (size_t i = 0; i < r.points.size() && !loading; ++i) {
-        const Point& point = r.points[i];
-        for (size_t s = 0; s < point.pages.size(); ++s) {
-            Pool& pool = pools_[static_cast<size_t>(states_[s])];
-            if (i == newest) key_page(r, states_[s], point.pages[s], point.position, Page::kVisible);
-            else if (pool.page(point.pages[s]).key == Page::kPending) pool.unpublish(point.pages[s]);
-        }
-    }
-    for (size_t i = 0; i < r.points.size(); ++i) {
-        if (i < newest) release_superseded(r, r.points[i]);
-        else release_point(r, r.points[i], Pool::kLru);
-    }
-    if (r.plan_open)
-        for (const Point& point : r.plan)
-            if (r.working.pages.empty() || point.pages != r.working.pages) release_point(r, point, Pool::kLru);
-    release_point(r, r.working, Pool::kLru);
-    for (const int32_t group : attention_) {
-        auto& table = r.tables[static_cast<size_t>(group)];
-        Pool& pool = pools_[static_cast<size_t>(group)];
-        for (size_t i = table.size(); i-- > 0;) {  // the tail is evicted before the head
-            if (static_cast<int64_t>(i) >= r.keyed_blocks[static_cast<size_t>(group)] &&
-                pool.page(table[i]).key == Page::kPending)
-                pool.unpublish(table[i]);
-            release(r, group, table[i], Pool::kLru);
-        }
-    }
-    r.tables.clear();
-    r.points.clear();
-    r.plan.clear();
-    r.plan_source.clear();
-    r.plan_open = false;
-    r.working = {};
-    r.computed = r.committed = r.granted = 0;
-    r.looked_up = false;
-    r.state = RequestState::kWaiting;
-    ++r.run;
-}
-
-int32_t Manager::close(int64_t handle) {
-    Request* r = find(handle);
-    if (!r) return unknown(handle);
-    drop_pages(*r);
-    const auto index = static_cast<size_t>(handle & 0xffffffff);
-    slots_[index].request.reset();
-    ++slots_[index].generation;
-    free_slots_.push_back(index);
-    --open_requests_;
-    return KVC_OK;
-}
-
-int32_t Manager::preempt(int64_t handle) {
-    Request* r = find(handle);
-    if (!r) return unknown(handle);
-    if (r->state == RequestState::kWaiting)
-        return fail(KVC_E_STATE, "request %lld holds no pages: there is nothing to preempt", static_cast<L>(handle));
-    drop_pages(*r);
+    for (const Release& freed : step.releases) arena_.release(freed.group, freed.page, freed.list);
     return KVC_OK;
 }
 

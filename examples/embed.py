@@ -17,7 +17,7 @@ BLOCK, PAGES = 16, 8
 kv = FullAttention(name="kv", layers=1, kv_heads=1, head_dim=1, block_tokens=BLOCK, element_bytes=4)
 geometry = Geometry((kv,))
 memory = np.zeros((PAGES, BLOCK), np.int64)  # kv.page_bytes each: K and V, 4 bytes, 16 tokens
-manager = Manager(geometry, pages=[PAGES], retention=Sparse())
+manager = Manager(geometry, slabs=PAGES, retention=Sparse())  # one kind of page: a slab each
 regions = [PageRegion(memory.ctypes.data, kv.page_bytes, PAGES)]
 offload = Offload(manager, CpuConnector(geometry, pages=[64]), regions)
 
@@ -52,7 +52,7 @@ def generate(prompt: list[int], count: int) -> tuple[list[int], int, int]:
     while len(tokens) < len(prompt) + count:
         grant = manager.allocate(request, len(tokens) - manager.info(request).committed)
         if grant is None:
-            raise CapacityError("the pool is full: a real engine preempts another request")
+            raise CapacityError("the arena is full: a real engine preempts another request")
         step = manager.begin_step()
         manager.commit(request, grant.end)
         token = compute(tokens, grant.start, grant.end, manager.block_table(request, group=0))

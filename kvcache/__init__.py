@@ -12,22 +12,34 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "CapacityError": "kvcache.core.errors",
+    "ChunkedLocal": "kvcache.core.specs",
+    "Compressed": "kvcache.core.specs",
     "ConfigError": "kvcache.core.errors",
     "CpuConnector": "kvcache.connectors.cpu",
+    "CrossAttention": "kvcache.core.specs",
     "Dense": "kvcache.retention",
     "Fingerprint": "kvcache.core.hashing",
     "FullAttention": "kvcache.core.specs",
     "Geometry": "kvcache.core.layout",
+    "GroupRules": "kvcache.core.specs",
     "HandleError": "kvcache.core.errors",
+    "IndexedAttention": "kvcache.core.specs",
     "InputError": "kvcache.core.errors",
     "InvariantError": "kvcache.core.errors",
     "KVCacheError": "kvcache.core.errors",
+    "LatentAttention": "kvcache.core.specs",
+    "LatentWindow": "kvcache.core.specs",
     "Manager": "kvcache.core.manager",
+    "Media": "kvcache.core.media",
     "MisuseError": "kvcache.core.errors",
     "NativeError": "kvcache.core.errors",
     "Offload": "kvcache.connectors.driver",
     "PageRegion": "kvcache.connectors.base",
+    "PoolingState": "kvcache.core.specs",
+    "PromptEmbeddings": "kvcache.core.media",
     "RecurrentState": "kvcache.core.specs",
+    "RingBuffer": "kvcache.core.specs",
+    "SlidingWindow": "kvcache.core.specs",
     "Sparse": "kvcache.retention",
     "UNLIMITED": "kvcache.core.records",
 }
@@ -51,8 +63,22 @@ if TYPE_CHECKING:
     from kvcache.core.hashing import Fingerprint as Fingerprint
     from kvcache.core.layout import Geometry as Geometry
     from kvcache.core.manager import Manager as Manager
+    from kvcache.core.media import Media as Media, PromptEmbeddings as PromptEmbeddings
     from kvcache.core.records import UNLIMITED as UNLIMITED
-    from kvcache.core.specs import FullAttention as FullAttention, RecurrentState as RecurrentState
+    from kvcache.core.specs import (
+        ChunkedLocal as ChunkedLocal,
+        Compressed as Compressed,
+        CrossAttention as CrossAttention,
+        FullAttention as FullAttention,
+        GroupRules as GroupRules,
+        IndexedAttention as IndexedAttention,
+        LatentAttention as LatentAttention,
+        LatentWindow as LatentWindow,
+        PoolingState as PoolingState,
+        RecurrentState as RecurrentState,
+        RingBuffer as RingBuffer,
+        SlidingWindow as SlidingWindow,
+    )
     from kvcache.retention import Dense as Dense, Sparse as Sparse
 
 

@@ -3,16 +3,17 @@
 What a sparse policy keeps, for a prompt of n tokens on a grid of g:
 
     0 ----- boundary ----- junction ------------ floor(n-1) --- decode ---> floor(computed)
-            declared       attention went on     replay         end of turn, preempt or
+            declared       full groups went on   replay         end of turn, preempt or
             by the caller  without a state       boundary       abort point: left by the core
 
-The last one is not a position of the plan: the core holds the newest grid point of every running
-request and gives it a key when the request ends, whatever the policy.
+The last one is not a position of the plan: the core holds what a hit at the newest grid point of
+every running request needs, and gives it keys when the request ends, whatever the policy.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvcache.core.errors import ConfigError
 from kvcache.core.retain import RetentionPlan, TurnShape
@@ -20,11 +21,13 @@ from kvcache.core.retain import RetentionPlan, TurnShape
 
 @dataclass(frozen=True)
 class Dense:
-    """Keeps a state at every grid point: the most reuse, and one state page per grid unit."""
+    """Keeps everything at every grid point: the most reuse, and one state page per grid unit."""
 
     def plan(self, shape: TurnShape) -> RetentionPlan:
-        """The interval is the grid itself."""
-        return RetentionPlan(shape.grid_tokens, (), ())
+        """The interval is the grid itself; what was declared is so here too."""
+        declared = _declared(shape)
+        intervals = [shape.grid_tokens] * len(shape.groups)
+        return RetentionPlan(intervals, declared, [True] * len(declared))
 
 
 @dataclass(frozen=True)
@@ -33,27 +36,43 @@ class Sparse:
 
     Args:
         interval_tokens: 0, or a multiple of the geometry's hit grid.
+        group_intervals: the same for single groups, by name.
     """
 
     interval_tokens: int = 0
+    group_intervals: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.interval_tokens < 0:
-            raise ConfigError(
-                f"Sparse.interval_tokens is {self.interval_tokens}: it must be 0 or a multiple of"
-                " the hit grid"
-            )
+        for interval in (self.interval_tokens, *self.group_intervals.values()):
+            if interval < 0:
+                raise ConfigError(
+                    f"Sparse has an interval of {interval} tokens: it must be 0 or a multiple of"
+                    " the hit grid"
+                )
 
     def plan(self, shape: TurnShape) -> RetentionPlan:
-        """Declared boundaries and junctions are kept; the replay boundary may be superseded."""
+        """Declared boundaries and junctions are declared; the replay boundary may be superseded."""
         grid = shape.grid_tokens
-        if self.interval_tokens % grid:
+        for interval in (self.interval_tokens, *self.group_intervals.values()):
+            if interval % grid:
+                raise ConfigError(
+                    f"Sparse has an interval of {interval} tokens: not a multiple of the hit grid"
+                    f" of {grid} tokens"
+                )
+        if unknown := set(self.group_intervals) - set(shape.groups):
             raise ConfigError(
-                f"Sparse.interval_tokens is {self.interval_tokens}: not a multiple of the hit grid"
-                f" of {grid} tokens"
+                f"Sparse.group_intervals names {sorted(unknown)}: the groups are"
+                f" {list(shape.groups)}"
             )
-        points = {(shape.prompt_tokens - 1) // grid * grid: False}
-        for position in (*shape.boundaries, *shape.junctions):
-            points[position // grid * grid] = True
-        positions = sorted(p for p in points if 0 < p <= shape.prompt_tokens)
-        return RetentionPlan(self.interval_tokens, positions, [points[p] for p in positions])
+        declared = set(_declared(shape))
+        replay = (shape.prompt_tokens - 1) // grid * grid
+        positions = sorted(declared | ({replay} if replay else set()))
+        intervals = [self.group_intervals.get(g, self.interval_tokens) for g in shape.groups]
+        return RetentionPlan(intervals, positions, [p in declared for p in positions])
+
+
+def _declared(shape: TurnShape) -> list[int]:
+    """Boundaries and junctions, on the grid."""
+    grid = shape.grid_tokens
+    floors = {position // grid * grid for position in (*shape.boundaries, *shape.junctions)}
+    return sorted(p for p in floors if 0 < p <= shape.prompt_tokens)

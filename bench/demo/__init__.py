@@ -1,6 +1,6 @@
 """The demo behind `kvcache demo`: what offload is worth, with a real model. Importing loads torch."""
 
-from kvcache.bench.demo.play import MODES, Played, Player, Turn, play_turns, pool_pages, warm_up
+from kvcache.bench.demo.play import MODES, Played, Player, Turn, play_turns, size_pools, warm_up
 from kvcache.bench.demo.report import answer, record
 from kvcache.bench.demo.script import (
     DemoSettings,
@@ -24,9 +24,9 @@ __all__ = [
     "load_kit",
     "own_texts",
     "play_turns",
-    "pool_pages",
     "read_text",
     "record",
+    "size_pools",
     "warm_up",
     "write_script",
 ]

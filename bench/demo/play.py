@@ -29,7 +29,6 @@ from kvcache.core.errors import ConfigError
 from kvcache.core.hashing import Fingerprint
 from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
-from kvcache.core.specs import FullAttention
 from kvcache.engine.engine import Engine, EngineSettings
 from kvcache.engine.request import Finished, Reason, Token, Usage
 from kvcache.engine.runner import TorchRunner
@@ -87,10 +86,17 @@ class Played:
     together: Together | None = None
 
 
-def pool_pages(
-    settings: DemoSettings, geometry: Geometry, mode: str
-) -> tuple[list[int], list[int] | None]:
-    """Pages of each group, on the device and in the tier.
+class Sizes(NamedTuple):
+    """Memory of one mode."""
+
+    slabs: int
+    """Of the device's arena."""
+    host_pages: list[int] | None
+    """Of each group; None: no tier."""
+
+
+def size_pools(settings: DemoSettings, geometry: Geometry, mode: str) -> Sizes:
+    """Room for so many tokens of attention and the states that go with them.
 
     Raises:
         ConfigError: the device pool is smaller than one request.
@@ -107,14 +113,24 @@ def pool_pages(
 
     def pages(tokens: int, state_pages: int) -> list[int]:
         return [
-            -(-tokens // g.block_tokens) if isinstance(g, FullAttention) else state_pages
-            for g in geometry.groups
+            state_pages if rules.kind == "state" else -(-tokens // rules.block_tokens)
+            for rules in geometry.rules
         ]
 
     if mode == "everything":
-        return pages(max(every + need, small), states + SMALL_STATE_PAGES), None
+        return Sizes(
+            _slabs(geometry, pages(max(every + need, small), states + SMALL_STATE_PAGES)), None
+        )
     host = pages(settings.host_tokens or every + need, states) if mode == "offload" else None
-    return pages(small, SMALL_STATE_PAGES), host
+    return Sizes(_slabs(geometry, pages(small, SMALL_STATE_PAGES)), host)
+
+
+def _slabs(geometry: Geometry, pages: Sequence[int]) -> int:
+    """Slabs that so many pages of each group fill; memory moves between the groups later."""
+    of_class = [0] * len(geometry.pages_per_slab)
+    for count, c in zip(pages, geometry.class_of_group, strict=True):
+        of_class[c] += count
+    return sum(-(-n // k) for n, k in zip(of_class, geometry.pages_per_slab, strict=True))
 
 
 class Player:
@@ -122,15 +138,16 @@ class Player:
 
     def __init__(self, mode: str, settings: DemoSettings, kit: Kit) -> None:
         geometry = kit.model.geometry
-        device, host = pool_pages(settings, geometry, mode)
+        slabs, host = size_pools(settings, geometry, mode)
         self._output_tokens = settings.output_tokens
         try:
-            self._runner = TorchRunner(kit.model, device)
+            self._runner = TorchRunner(kit.model, slabs)
         except ConfigError as error:
             raise ConfigError(f"--device-tokens or --sessions is too large: {error}") from error
         manager = Manager(
             geometry,
-            pages=device,
+            slabs=slabs,
+            movable=True,
             retention=Sparse(),
             fingerprint=Fingerprint(model=kit.model.name, kv_dtype="float32"),
         )
@@ -148,7 +165,7 @@ class Player:
             settings=EngineSettings(token_budget=TOKEN_BUDGET),
         )
         host_bytes = geometry.pool_bytes(host) if host is not None else 0
-        self.played = Played(mode, geometry.pool_bytes(device), host_bytes)
+        self.played = Played(mode, slabs * geometry.slab_bytes, host_bytes)
 
     def ask(self, prompt: NDArray[np.int32], session: int, number: int, shared: int) -> Turn:
         """Play one turn to its end, and store what it left."""
@@ -246,8 +263,9 @@ def play_turns(
 
 def warm_up(kit: Kit) -> None:
     """Compute something, so that the first turn does not pay for what torch does once."""
-    pages = [16] * len(kit.model.geometry.groups)
-    manager = Manager(kit.model.geometry, pages=pages, retention=Sparse())
-    engine = Engine(TorchRunner(kit.model, pages), manager)
+    geometry = kit.model.geometry
+    slabs = geometry.slabs_needed(256)
+    manager = Manager(geometry, slabs=slabs, retention=Sparse())
+    engine = Engine(TorchRunner(kit.model, slabs), manager)
     engine.add_request(np.arange(64, dtype=np.int32), max_new_tokens=2)
     engine.run()

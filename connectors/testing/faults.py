@@ -159,7 +159,7 @@ class FaultyWorker(TierWorker):
         if transfer.direction is Direction.LOAD:
             for i in bad:
                 region = self._regions[transfer.groups[i]]
-                page = region.address + int(transfer.pages[i]) * region.page_bytes
+                page = region.address + int(transfer.pages[i]) * region.step_bytes
                 ctypes.memset(page, SCRIBBLE, region.page_bytes)
         return replace(result, ok=ok, error=f"Injected: {len(bad)} items failed")
 

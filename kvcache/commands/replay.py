@@ -9,7 +9,8 @@ import time
 from decimal import Decimal
 from typing import Any
 
-from kvcache.bench.replay import DEFAULT_PRESET, Replay, ReplaySettings
+from kvcache.bench.replay import Replay
+from kvcache.bench.replay_settings import DEFAULT_PRESET, ReplaySettings
 from kvcache.bench.traces import LaneSettings, open_trace
 from kvcache.commands.output import (
     Progress,
@@ -75,6 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"KV geometry: {', '.join(names())} (default: {DEFAULT_PRESET}, one full-attention group)",
     )
     parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tensor-parallel ranks: pages are those of one of them (default: 1)",
+    )
+    parser.add_argument(
         "--block-tokens",
         type=token_count,
         metavar="N",
@@ -84,13 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pool-tokens",
         type=pool_size,
         metavar="N|inf",
-        help="tokens that the pool holds, such as 512k or 2.56M (default: inf)",
+        help="size of the pool as tokens of KV, such as 512k or 2.56M; states and windows share its"
+        " bytes (default: inf)",
     )
     parser.add_argument(
         "--retention",
         type=retention,
         metavar="dense|0|N",
-        help="recurrent states to keep: all, the reusable ones, or also every N tokens"
+        help="recurrent states and windows to keep: all, the reusable ones, or also every N tokens"
         " (default: dense)",
     )
     parser.add_argument(
@@ -105,6 +114,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="H",
         help="with --lanes: simulated hours after 10 minutes of warm-up (default: 1)",
+    )
+    parser.add_argument(
+        "--oracle",
+        choices=("bytes",),
+        help="also play every request on a page-exact LRU of as many bytes, without slabs"
+        " (full attention and recurrent states)",
     )
     parser.add_argument(
         "--check",
@@ -125,7 +140,9 @@ def run(args: argparse.Namespace) -> int:
         block_tokens=trace.block_tokens if args.block_tokens is None else args.block_tokens,
         pool_tokens=args.pool_tokens,
         preset=args.preset,
+        tp=args.tp,
         retention_tokens=args.retention,
+        oracle=args.oracle is not None,
         check=args.check,
         seed=args.seed,
     )
@@ -160,10 +177,20 @@ def _lanes(args: argparse.Namespace) -> LaneSettings | None:
 
 def _describe_pool(report: dict[str, Any]) -> str:
     tokens, blocks = report["pool_tokens"], report["block_tokens"]
+    pages = ", ".join(f"{count:,} {name}" for name, count in report["pages_per_slab"].items())
     if tokens == "inf":
         return f"without bound, blocks of {blocks} tokens"
-    pages = ", ".join(f"{count:,} {name}" for name, count in report["pool_pages"].items())
-    return f"{tokens:,} tokens in blocks of {blocks}: pages {pages}"
+    return (
+        f"{tokens:,} tokens in blocks of {blocks}: {report['pool_slabs']:,} slabs of"
+        f" {report['slab_bytes'] / 2**20:,.1f} MiB, pages in one: {pages}"
+    )
+
+
+def _describe_rates(report: dict[str, Any]) -> str:
+    text = f"{report['hit_rate']:.4f}  (ideal {report['ideal_hit_rate']:.4f}"
+    if report["oracle_hit_rate"] is not None:
+        text += f", page-exact LRU {report['oracle_hit_rate']:.4f}"
+    return text + ")"
 
 
 def describe(report: dict[str, Any]) -> list[str]:
@@ -171,19 +198,28 @@ def describe(report: dict[str, Any]) -> list[str]:
     prompt = report["prompt_tokens"]
     rows = [
         ("trace", report["trace"]),
-        ("preset", f"{report['preset']}, retention {report['retention']}"),
+        ("preset", f"{report['preset']}, TP {report['tp']}, retention {report['retention']}"),
         ("pool", _describe_pool(report)),
         ("requests", f"{report['requests']:,}"),
         ("prompt tokens", f"{prompt:,}"),
-        ("hit rate", f"{report['hit_rate']:.4f}  (ideal {report['ideal_hit_rate']:.4f})"),
+        ("hit rate", _describe_rates(report)),
     ]
     rows += [
         (f"lost: {cause.replace('_', ' ')}", f"{tokens / max(1, prompt):.4f}  ({tokens:,} tokens)")
         for cause, tokens in report["lost_tokens_by_cause"].items()
         if tokens
     ]
-    if report["checkpoints_per_request"]:
-        rows.append(("states kept", f"{report['checkpoints_per_request']:.2f} per request"))
+    policy = report["checkpoints_per_request"]
+    end = report["end_of_turn_checkpoints_per_request"]
+    if policy or end:
+        rows.append(("states kept", f"{policy:.2f} per request, {end:.2f} at the end of the turn"))
+    if report["reclaimed_slabs"]:
+        rows.append(
+            (
+                "slabs reclaimed",
+                f"{report['reclaimed_slabs']:,}, {report['moved_pages']:,} pages moved",
+            )
+        )
     rows += [
         ("peak used", f"{report['peak_used_bytes'] / 2**30:,.1f} GiB"),
         ("leaked blocks", str(report["leaked_blocks"])),

@@ -36,14 +36,19 @@ class Fingerprint:
 
 
 def root_digest(
-    fingerprint: Fingerprint, *, hash_unit_tokens: int, salt: str = "", lora: str = ""
+    fingerprint: Fingerprint,
+    *,
+    hash_unit_tokens: int,
+    salt: str = "",
+    lora: str = "",
+    lora_version: str = "",
 ) -> bytes:
     """32 bytes: the first parent of a native chain, and the namespace of foreign keys.
 
     Fields are length-prefixed, so that no two field lists have one encoding.
     """
     try:
-        fields = (
+        fields = [
             fingerprint.model.encode(),
             str(fingerprint.weights_epoch).encode(),
             fingerprint.kv_dtype.encode(),
@@ -52,7 +57,9 @@ def root_digest(
             str(hash_unit_tokens).encode(),
             lora.encode(),
             salt.encode(),
-        )
+        ]
+        if lora_version:
+            fields.append(lora_version.encode())
     except (AttributeError, UnicodeEncodeError) as error:
         raise ConfigError(f"salt, lora and fingerprint must be valid text: {error}") from error
     digest = hashlib.sha256(ROOT_DOMAIN)
@@ -88,3 +95,24 @@ def hash_chain(
         ffi.from_buffer("uint8_t[]", out),
     )
     return out
+
+
+def block_keys(
+    chain: NDArray[np.uint8], block_tokens: int, lookahead_tokens: int, unit: int
+) -> NDArray[np.uint8]:
+    """Keys `[blocks, 32]` of one group, from the links of the hash chain.
+
+    A block has the link of the unit that holds its last token; of a draft group, the last token
+    that its content depends on. Blocks smaller than a unit are told apart by the number of blocks
+    that follow them in it: XORed into the last four bytes, little endian.
+    """
+    if not block_tokens:
+        return chain[:0]
+    if not lookahead_tokens and block_tokens % unit == 0:
+        return chain[block_tokens // unit - 1 :: block_tokens // unit]
+    ends = np.arange(block_tokens, len(chain) * unit + 1, block_tokens)
+    links = -(-(ends + lookahead_tokens) // unit)
+    ends, links = ends[links <= len(chain)], links[links <= len(chain)]
+    keys = chain[links - 1].copy()
+    keys[:, 28:].view("<u4")[:, 0] ^= (-ends % unit // block_tokens).astype("<u4")
+    return keys

@@ -14,48 +14,54 @@ writes are pending: never a hit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numpy.typing import NDArray
 
 from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError
-from kvcache.core.hashing import NATIVE_NAMESPACE, Fingerprint, as_tokens, root_digest
+from kvcache.core.event_calls import EventCalls, request_label
+from kvcache.core.events.labels import Labels, NamespaceLabel, RequestLabel
+from kvcache.core.events.records import Event
+from kvcache.core.events.runs import to_events
+from kvcache.core.hashing import NATIVE_NAMESPACE, Fingerprint, as_tokens, block_keys
 from kvcache.core.layout import Geometry
+from kvcache.core.media import Media, PromptEmbeddings, extras
+from kvcache.core.namespaces import Namespaces
 from kvcache.core.records import (
-    KEYED_DTYPE,
+    BLOCKAGES,
     LOSS_CAUSES,
-    UNLIMITED,
+    ArenaStats,
+    ClassStats,
     Grant,
+    GroupStats,
     Hit,
     ManagerStats,
-    PoolStats,
     RequestInfo,
     StatePlan,
 )
 from kvcache.core.retain import RetentionPolicy, TurnShape
-from kvcache.core.specs import FullAttention
-
-_POINTERS = {
-    np.dtype(np.int32): "int32_t*",
-    np.dtype(np.int64): "int64_t*",
-    KEYED_DTYPE: "kvc_keyed*",
-}
 
 
-class Manager:
+class Manager(EventCalls):
     """Owns the pages of every group; hands out page numbers, never bytes.
+
+    Page numbers count within a size class (`geometry.class_of_group`): page p begins at byte
+    `p * geometry.stride_bytes[c]` of the arena, which has `slabs * geometry.slab_bytes` bytes.
 
     Args:
         geometry: the groups; the index of a group is its id.
-        pages: pages of each group's pool, or `UNLIMITED`.
-        retention: which recurrent states to keep.
+        slabs: size of the arena, see `Geometry.slabs_in`; or `UNLIMITED`.
+        retention: what the groups keep that are not kept whole (spans, states).
         fingerprint: what is hashed into every key; name the weights wherever keys leave this manager
             (a tier that outlives it, or is shared).
         max_open_steps: steps that may be in flight at once.
+        movable: the engine does the copies of `take_moves`; without them a size class that takes
+            memory from another one costs it more of its cache.
         journal: whether `take_keyed` will be read (64 bytes for each page that gets a key).
+        events: whether `take_events` will be read.
         seed: of the index's hash function.
 
     Not thread-safe: two threads in it at once raise `MisuseError`. All calls are O(new tokens)
@@ -66,61 +72,47 @@ class Manager:
         self,
         geometry: Geometry,
         *,
-        pages: Sequence[int],
+        slabs: int,
         retention: RetentionPolicy,
         fingerprint: Fingerprint | None = None,
         max_open_steps: int = 2,
+        movable: bool = False,
         journal: bool = True,
+        events: bool = False,
         seed: int = 0,
     ) -> None:
-        pages = [int(count) for count in arrays.flat(pages, np.int64, "pages")]
-        if len(pages) != len(geometry.groups):
-            raise ConfigError(
-                f"pages has {len(pages)} numbers for {len(geometry.groups)} groups: give one each"
-            )
-        for group, count in zip(geometry.groups, pages, strict=True):
-            if count != UNLIMITED and not 0 < count < 2**31:
-                raise ConfigError(
-                    f"pages of group {group.name!r} is {count}: it must be above 0 and below 2^31,"
-                    " or UNLIMITED"
-                )
         if max_open_steps < 1:
             raise ConfigError(f"max_open_steps is {max_open_steps}: it must be above 0")
-        self.geometry = geometry
+        super().__init__(
+            geometry,
+            slabs,
+            max_open_steps=max_open_steps,
+            movable=movable,
+            journal=journal,
+            events=events,
+            seed=seed & (2**64 - 1),
+        )
         self.retention = retention
-        self.fingerprint = fingerprint or Fingerprint()
-        self.namespaces: list[bytes] = [NATIVE_NAMESPACE]
-        """Namespace digests by number; number 0 is native keys."""
-        self._numbers = {NATIVE_NAMESPACE: 0}
-        self._roots: dict[tuple[str, str], bytes] = {}
+        self._namespaces = Namespaces(
+            fingerprint or Fingerprint(), geometry.hash_unit_tokens, self._namespace_use
+        )
+        self._group_names = tuple(g.name for g in geometry.groups)
         self._shapes: dict[int, TurnShape] = {}
         self._chains: dict[int, NDArray[np.uint8]] = {}
-        self._ffi, self._lib = native.load()
-        self._native = self._create(pages, max_open_steps, journal=journal, seed=seed)
+        self._events = events
+        self._labels: dict[int, RequestLabel] = {}
+        self._closed: list[int] = []
+        """Closed requests whose events may not have been taken yet."""
 
-    def _create(
-        self, pages: Sequence[int], max_open_steps: int, *, journal: bool, seed: int
-    ) -> Any:
-        ffi, lib = self._ffi, self._lib
-        groups = ffi.new("kvc_group[]", len(pages))
-        for i, spec in enumerate(self.geometry.groups):
-            groups[i].kind = lib.KVC_FULL if isinstance(spec, FullAttention) else lib.KVC_RECURRENT
-            groups[i].block_tokens = self.geometry.block_tokens[i]
-            groups[i].pages = lib.kvc_unlimited() if pages[i] == UNLIMITED else pages[i]
-        config = ffi.new(
-            "kvc_config*",
-            {
-                "n_groups": len(pages),
-                "hash_unit_tokens": self.geometry.hash_unit_tokens,
-                "grid_tokens": self.geometry.grid_tokens,
-                "max_open_steps": max_open_steps,
-                "journal": journal,
-                "seed": seed & (2**64 - 1),
-            },
-        )
-        out = ffi.new("kvc_manager**")
-        native.call(lib.kvc_manager_new, config, groups, out)
-        return ffi.gc(out[0], lib.kvc_manager_free)
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What is hashed into every key."""
+        return self._namespaces.fingerprint
+
+    @property
+    def namespaces(self) -> list[bytes]:
+        """Namespace digests by number: zeros for native keys."""
+        return self._namespaces.outside
 
     # ---- opening and closing -------------------------------------------------------------------
 
@@ -131,6 +123,9 @@ class Manager:
         max_tokens: int | None = None,
         salt: str = "",
         lora: str = "",
+        media: Sequence[Media] = (),
+        embeddings: Sequence[PromptEmbeddings] = (),
+        session: str = "",
         boundaries: Sequence[int] = (),
     ) -> int:
         """Admit a request; returns its handle. The tokens are copied and hashed, O(tokens).
@@ -139,25 +134,34 @@ class Manager:
             tokens: the prompt, one int32 array.
             max_tokens: most tokens the request may reach, prompt and output together.
             salt: requests share prefixes only under an equal salt.
-            lora: name of the adapter, part of every key.
+            lora: name of the adapter, part of every key; see `set_lora_version`.
+            media, embeddings: what stands in the prompt beside tokens; part of the keys of the
+                blocks that it covers. Items must not overlap.
+            session: told in events.
             boundaries: positions where a prefix is known to be shared (end of the system prompt,
-                of a message): states are kept there.
+                of a message): what a hit there needs is kept.
 
         Raises:
-            CapacityError: `max_tokens` needs more pages than a pool has.
+            CapacityError: `max_tokens` needs more memory than the arena has.
         """
         array = as_tokens(tokens)
         ffi = self._ffi
+        number = self._namespaces.number(salt=salt, lora=lora, foreign=False)
+        items = extras(media, embeddings, self.geometry.hash_unit_tokens)
+        rows = native.new("kvc_media[]", [list(item) for item in items])
         return self._open(
             {
-                "ns": 0,
-                "root": ffi.from_buffer("uint8_t[]", self._root(salt, lora)),
+                "ns": number,
+                "root": ffi.from_buffer("uint8_t[]", self._namespaces.entries[number].root),
                 "tokens": ffi.from_buffer("int32_t[]", array),
                 "n_tokens": len(array),
+                "media": rows,
+                "n_media": len(items),
             },
             len(array),
             max_tokens,
             boundaries,
+            request_label(session, tuple(media)),
         )
 
     def open_foreign(
@@ -168,6 +172,7 @@ class Manager:
         max_tokens: int | None = None,
         salt: str = "",
         lora: str = "",
+        session: str = "",
         boundaries: Sequence[int] = (),
     ) -> int:
         """Admit a request whose keys come from outside (an engine's own hashes, a trace).
@@ -181,7 +186,7 @@ class Manager:
         keys = np.ascontiguousarray(arrays.keys(digests, "digests"))
         return self._open(
             {
-                "ns": self.namespace_number(self._root(salt, lora)),
+                "ns": self._namespaces.number(salt=salt, lora=lora, foreign=True),
                 "root": self._ffi.NULL,
                 "tokens": self._ffi.NULL,
                 "n_tokens": prompt_tokens,
@@ -191,6 +196,7 @@ class Manager:
             prompt_tokens,
             max_tokens,
             boundaries,
+            request_label(session, ()),
         )
 
     def _open(
@@ -199,9 +205,10 @@ class Manager:
         prompt_tokens: int,
         max_tokens: int | None,
         boundaries: Sequence[int],
+        label: RequestLabel,
     ) -> int:
         marks = tuple(int(b) for b in arrays.flat(boundaries, np.int64, "boundaries"))
-        shape = TurnShape(prompt_tokens, self.geometry.grid_tokens, marks)
+        shape = TurnShape(prompt_tokens, self.geometry.grid_tokens, marks, (), self._group_names)
         if any(b < 0 or b > prompt_tokens for b in shape.boundaries):
             raise ConfigError(
                 f"boundaries {list(boundaries)} are not all inside the prompt of {prompt_tokens}"
@@ -213,6 +220,8 @@ class Manager:
         self._call(self._lib.kvc_open, args, out)
         handle = int(out[0])
         self._shapes[handle] = shape
+        if self._events:
+            self._labels[handle] = label
         try:
             self._retain(handle, shape)
         except BaseException:
@@ -220,39 +229,17 @@ class Manager:
             raise
         return handle
 
-    def _root(self, salt: str, lora: str) -> bytes:
-        root = self._roots.get((salt, lora))
-        if root is None:
-            root = root_digest(
-                self.fingerprint,
-                hash_unit_tokens=self.geometry.hash_unit_tokens,
-                salt=salt,
-                lora=lora,
-            )
-            if len(self._roots) < 4096:
-                self._roots[salt, lora] = root
-        return root
-
-    def namespace_number(self, namespace: bytes) -> int:
-        """The number under which foreign keys of a namespace are indexed."""
-        number = self._numbers.get(namespace)
-        if number is None:
-            number = self._numbers[namespace] = len(self.namespaces)
-            self.namespaces.append(namespace)
-        return number
-
     def extend(self, handle: int, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Append generated tokens. Hashes what became full."""
         array = as_tokens(tokens)
-        buffer = self._ffi.from_buffer("int32_t[]", array)
-        self._call(self._lib.kvc_extend, handle, buffer, len(array))
+        self._call(self._lib.kvc_extend, handle, self._buffer("int32_t", array), len(array))
 
     def extend_foreign(self, handle: int, count: int) -> None:
         """Append `count` tokens without keys to a foreign request."""
         self._call(self._lib.kvc_extend, handle, self._ffi.NULL, count)
 
     def finish(self, handle: int) -> None:
-        """Close the request. Its keys stay, its state of the last grid point gets one.
+        """Close the request. Its keys stay; what a hit at its last grid point needs gets some.
 
         Call it after the `end_step` of its last tokens: what a step still open writes for it gets
         no key.
@@ -268,6 +255,8 @@ class Manager:
     def _forget(self, handle: int) -> None:
         self._shapes.pop(handle, None)
         self._chains.pop(handle, None)
+        if self._events:
+            self._closed.append(handle)
 
     def preempt(self, handle: int) -> None:
         """Take all pages from the request; it waits, and is looked up again later."""
@@ -279,25 +268,21 @@ class Manager:
         """Longest prefix that every group can serve, in one native call. Changes no page.
 
         Args:
-            present: what a tier holds, for each group a byte array: attention one per block,
-                recurrent one per grid point (index i: the state after `(i + 1) * grid` tokens).
+            present: what a tier holds, for each group a byte array: one per block; for a state
+                one per grid point (index i: the state after `(i + 1) * grid` tokens).
 
         Raises:
             MisuseError: the request holds pages.
         """
-        ffi = self._ffi
-        pointers, lengths = ffi.NULL, ffi.NULL
+        pointers, lengths = self._ffi.NULL, self._ffi.NULL
         if present is not None:
             if len(present) != len(self.geometry.groups):
                 raise ConfigError(
                     f"present has {len(present)} arrays for {len(self.geometry.groups)} groups"
                 )
             maps = [arrays.flat(p, np.uint8, "present") for p in present]
-            buffers = [ffi.from_buffer("uint8_t[]", m) for m in maps]
-            pointers = ffi.new("uint8_t*[]", buffers)
-            lengths = ffi.new("int64_t[]", [len(m) for m in maps])
-        out = ffi.new("kvc_hit*")
-        self._call(self._lib.kvc_lookup, handle, pointers, lengths, out)
+            pointers, lengths, _keep = self._pointers("uint8_t", maps)
+        out = self._struct("kvc_hit", self._lib.kvc_lookup, handle, pointers, lengths)
         if out.junction:
             shape = self._shapes[handle]
             if out.junction not in shape.junctions:
@@ -308,20 +293,26 @@ class Manager:
         return Hit(out.hit_tokens, out.device_tokens, out.pending_tokens, out.junction, lost)
 
     def _retain(self, handle: int, shape: TurnShape) -> None:
-        plan = self.retention.plan(shape)
-        if len(plan.positions) != len(plan.kept):
+        plan, policy = self.retention.plan(shape), type(self.retention).__name__
+        if len(plan.positions) != len(plan.declared):
             raise ConfigError(
-                f"{type(self.retention).__name__}.plan gave {len(plan.positions)} positions and"
-                f" {len(plan.kept)} kept flags: one each"
+                f"{policy}.plan gave {len(plan.positions)} positions and {len(plan.declared)}"
+                " declared flags: one each"
+            )
+        intervals = arrays.flat(plan.intervals, np.int64, "the policy's intervals")
+        if len(intervals) != len(self._group_names):
+            raise ConfigError(
+                f"{policy}.plan gave {len(intervals)} intervals for {len(self._group_names)}"
+                " groups: one each"
             )
         positions = arrays.flat(plan.positions, np.int64, "the policy's positions")
-        kept = arrays.flat(plan.kept, np.uint8, "the policy's kept flags")
+        declared = arrays.flat(plan.declared, np.uint8, "the policy's declared flags")
         self._call(
             self._lib.kvc_retain,
             handle,
-            plan.interval_tokens,
-            self._ffi.from_buffer("int64_t[]", positions),
-            self._ffi.from_buffer("uint8_t[]", kept),
+            self._buffer("int64_t", intervals),
+            self._buffer("int64_t", positions),
+            self._buffer("uint8_t", declared),
             len(positions),
         )
 
@@ -330,27 +321,41 @@ class Manager:
         found = self._read(np.int64, self._lib.kvc_stops, handle, start, end)
         return [int(position) for position in found]
 
-    def need(self, handle: int, tokens: int) -> list[int]:
-        """New pages of each group that `allocate(handle, tokens)` would take."""
+    def need(self, handle: int, tokens: int, *, drafts: int = 0) -> list[int]:
+        """New pages of each group that `allocate` would take."""
         out = self._ffi.new("int64_t[]", len(self.geometry.groups))
-        self._call(self._lib.kvc_need, handle, tokens, out)
+        self._call(self._lib.kvc_need, handle, tokens, drafts, out)
         return [int(count) for count in out]
 
-    def allocate(self, handle: int, tokens: int) -> Grant | None:
-        """Pages for the next `tokens` tokens; None: no space now, nothing changed.
+    def allocate(self, handle: int, tokens: int, *, drafts: int = 0) -> Grant | None:
+        """Pages for the next `tokens` tokens; None: no space now, nothing changed (`blockage`).
 
-        The grant may end sooner (`Grant.end`): where more states would have to be kept on the way
-        than the pool has pages. So a request that is alone always gets on.
+        The grant may end sooner (`Grant.end`), where the request could never hold all that, even
+        alone. So the oldest request always gets on.
 
         The first call adopts the hit of the last `lookup` (its pages gain a reference before
         anything is evicted). If part of the hit lies in a tier, the grant covers no tokens but
         names a load: fill `load_items(load)`, then `end_load`.
+
+        Args:
+            drafts: guessed tokens after those; `commit` may leave any of them out.
         """
         out = self._ffi.new("kvc_grant*")
-        status = self._call(self._lib.kvc_allocate, handle, tokens, out)
+        status = self._call(self._lib.kvc_allocate, handle, tokens, drafts, out)
         if status == native.NO_SPACE:
             return None
         return Grant(out.hit_tokens, out.start, out.end, out.load, out.n_loads)
+
+    def blockage(self, handle: int) -> str:
+        """Why the last `allocate` of the request gave None: one of `BLOCKAGES`.
+
+        `frozen`: the oldest request waits for space and goes first. `preempt`: younger requests
+        hold pages, preempt them, the youngest first. `wait`: older requests, open steps, loads or
+        pins hold what it needs. `restart`: preempt this request itself. Empty: it was not refused.
+        """
+        out = self._ffi.new("int32_t*")
+        self._call(self._lib.kvc_blockage, handle, out)
+        return BLOCKAGES[out[0]]
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -363,8 +368,9 @@ class Manager:
     def commit(self, handle: int, upto: int) -> None:
         """The newest open step writes the request's tokens up to `upto`, inside its grant.
 
-        Tokens that are sampled but not yet told by `extend` may be committed: their blocks get
-        keys when they are told. That both agree is the caller's promise.
+        With a state group `upto` is the end of the grant, less drafts that were wrong. Tokens that
+        are sampled but not yet told by `extend` may be committed: their blocks get keys when they
+        are told. That both agree is the caller's promise.
         """
         self._call(self._lib.kvc_commit, handle, upto)
 
@@ -376,8 +382,7 @@ class Manager:
 
     def info(self, handle: int) -> RequestInfo:
         """Counts of one request."""
-        out = self._ffi.new("kvc_request_info*")
-        self._call(self._lib.kvc_info, handle, out)
+        out = self._struct("kvc_request_info", self._lib.kvc_info, handle)
         return RequestInfo(
             out.n_tokens,
             out.n_prompt,
@@ -390,12 +395,16 @@ class Manager:
         )
 
     def block_table(self, handle: int, group: int, first: int = 0) -> NDArray[np.int32]:
-        """Pages of an attention group from block `first` on, a copy."""
+        """Pages of a group from block `first` on, a copy; -1 where a span was given up."""
         return self._read(np.int32, self._lib.kvc_table, handle, group, first)
 
+    def draft_holes(self, handle: int, group: int) -> list[int]:
+        """Blocks of a draft group's hit that hold no content: zero or mask them."""
+        return [int(b) for b in self._read(np.int64, self._lib.kvc_holes, handle, group)]
+
     def state_plan(self, handle: int, group: int) -> StatePlan:
-        """The current grant's plan for a recurrent group."""
-        ffi, source, n, cap = self._ffi, self._ffi.new("int32_t*"), self._ffi.new("int64_t*"), 16
+        """The current grant's plan for a state group."""
+        source, n, cap = self._ffi.new("int32_t*"), self._ffi.new("int64_t*"), 16
         while True:
             positions, pages = np.empty(cap, np.int64), np.empty(cap, np.int32)
             self._call(
@@ -403,8 +412,8 @@ class Manager:
                 handle,
                 group,
                 source,
-                ffi.from_buffer("int64_t[]", positions),
-                ffi.from_buffer("int32_t[]", pages),
+                self._buffer("int64_t", positions),
+                self._buffer("int32_t", pages),
                 cap,
                 n,
             )
@@ -423,97 +432,118 @@ class Manager:
         return chain
 
     def group_digests(self, handle: int) -> list[NDArray[np.uint8]]:
-        """Keys of each group: views into `digests`, one row per block or grid point."""
-        digests, unit = self.digests(handle), self.geometry.hash_unit_tokens
-        return [digests[b // unit - 1 :: b // unit] for b in self.geometry.block_tokens]
+        """Keys of each group, one row per block or grid point; views into `digests` where it can."""
+        chain, geometry = self.digests(handle), self.geometry
+        return [
+            block_keys(chain, block, rules.lookahead_tokens, geometry.hash_unit_tokens)
+            for block, rules in zip(geometry.block_tokens, geometry.rules, strict=True)
+        ]
 
-    # ---- tiers ---------------------------------------------------------------------------------
+    # ---- events --------------------------------------------------------------------------------
 
-    def load_items(self, load: int) -> NDArray[np.void]:
-        """Pages that a load must fill, with their keys: `[n]` of `KEYED_DTYPE`."""
-        return self._read(KEYED_DTYPE, self._lib.kvc_load_items, load)
+    def take_events(self, *, medium: str = "GPU") -> list[Event]:
+        """KV events since the last call, in order. Empty unless made with `events=True`.
 
-    def end_load(self, load: int, ok: NDArray[np.uint8]) -> None:
-        """The load is over; `ok[i]` tells whether item i holds the right bytes.
-
-        All good: the request runs on from its hit. Otherwise it waits again without pages; a new
-        lookup finds the good part on the device.
+        An `AllBlocksCleared` comes first where events were lost for want of a reader.
         """
-        flags = arrays.flat(ok, np.uint8, "ok")
-        buffer = self._ffi.from_buffer("uint8_t[]", flags)
-        self._call(self._lib.kvc_end_load, load, buffer, len(flags))
+        closed, self._closed = self._closed, []
+        names = {
+            number: NamespaceLabel(lora_name=e.lora or None, foreign=e.root if e.foreign else None)
+            for number, e in enumerate(self._namespaces.entries)
+        }
+        labels = Labels(groups=self.group_labels(), namespaces=names, requests=self._labels)
+        events = to_events(self.take_runs(), labels, medium=medium)
+        for handle in closed:
+            self._labels.pop(handle, None)
+        return events
 
-    def abandon_load(self, load: int) -> None:
-        """The load is late: its request waits again, its pages stay out of use until `end_load`."""
-        self._call(self._lib.kvc_abandon_load, load)
+    # ---- clearing ------------------------------------------------------------------------------
 
-    def take_keyed(self) -> NDArray[np.void]:
-        """Pages that got their key since the last call, `[n]` of `KEYED_DTYPE`."""
-        return self._read(KEYED_DTYPE, self._lib.kvc_take_keyed)
+    def clear(self, *, salt: str | None = None, lora: str | None = None) -> None:
+        """Forget every key, or those of one salt or one adapter. O(pages).
 
-    def pin(self, items: NDArray[np.void]) -> NDArray[np.uint8]:
-        """One reference on each page that still has the given key; 0 in the result: it has not."""
-        rows = arrays.flat(items, KEYED_DTYPE, "items")
-        out = np.zeros(len(rows), np.uint8)
-        pointer = self._ffi.cast("kvc_keyed*", self._ffi.from_buffer(rows))
-        self._call(self._lib.kvc_pin, pointer, len(rows), self._ffi.from_buffer("uint8_t[]", out))
-        return out
+        Requests that hold pages run on, and leave no keys until they start anew.
+        """
+        self._clear(salt, lora, retire=False)
 
-    def unpin(self, group: int, pages: NDArray[np.int32]) -> None:
-        """End references that `pin` gave."""
-        rows = arrays.flat(pages, np.int32, "pages")
-        buffer = self._ffi.from_buffer("int32_t[]", rows)
-        self._call(self._lib.kvc_unpin, group, buffer, len(rows))
+    def _clear(self, salt: str | None, lora: str | None, *, retire: bool) -> None:
+        if salt is None and lora is None:
+            self._call(self._lib.kvc_clear, retire)
+            return
+        for number in list(self._namespaces.matching(salt, lora)):
+            self._call(self._lib.kvc_clear_namespace, number, retire)
+
+    def set_lora_version(self, lora: str, version: str) -> None:
+        """The adapter was loaded again, with other weights: nothing of before is found any more.
+
+        Requests that are open with it end without keys; abort and open them anew to have some.
+        `version` names the content (a digest): a tier may be shared with processes that load the
+        same, and must not be with those that do not.
+        """
+        self._clear(None, lora, retire=True)
+        self._namespaces.set_lora_version(lora, version)
+
+    def set_weights_epoch(self, epoch: int) -> None:
+        """The model's weights changed: nothing of before is found any more.
+
+        Requests that are open end without keys; abort and open them anew to have some.
+        """
+        self._clear(None, None, retire=True)
+        self._namespaces.fingerprint = replace(self.fingerprint, weights_epoch=epoch)
 
     # ---- counts and invariants -----------------------------------------------------------------
 
     def stats(self) -> ManagerStats:
         """Open requests, steps, loads, pins."""
-        out = self._ffi.new("kvc_manager_stats*")
-        self._call(self._lib.kvc_manager_get_stats, out)
+        out = self._struct("kvc_manager_stats", self._lib.kvc_manager_get_stats)
         return ManagerStats(
-            out.open_requests, out.open_steps, out.open_loads, out.pinned, out.keyed_dropped
+            out.open_requests,
+            out.open_steps,
+            out.open_loads,
+            out.pinned,
+            out.keyed_dropped,
+            out.events_dropped,
+            bool(out.frozen),
         )
 
-    def pool_stats(self, group: int) -> PoolStats:
-        """Pages of one group."""
-        out = self._ffi.new("kvc_pool_stats*")
-        self._call(self._lib.kvc_group_stats, group, out)
-        return PoolStats(
-            out.capacity, out.created, out.free, out.cached, out.held, out.keyed, out.evictions
+    def arena_stats(self) -> ArenaStats:
+        """Slabs, and the pages of each size class."""
+        out = self._struct("kvc_arena_stats", self._lib.kvc_get_arena_stats)
+        classes = []
+        for size_class in range(len(self.geometry.pages_per_slab)):
+            c = self._struct("kvc_class_stats", self._lib.kvc_get_class_stats, size_class)
+            classes.append(ClassStats(c.slabs, c.free, c.cached, c.held))
+        return ArenaStats(
+            out.slabs,
+            out.created,
+            out.empty,
+            out.moved_pages,
+            out.reclaimed_slabs,
+            out.evictions,
+            tuple(classes),
         )
 
-    def find_key(self, group: int, digest: bytes, *, namespace: bytes | None = None) -> int:
-        """The page that a lookup would find under a key, or -1."""
-        number = 0 if namespace is None else self._numbers.get(namespace)
-        if number is None:
-            return -1
+    def group_stats(self, group: int) -> GroupStats:
+        """Keys of one group."""
+        out = self._struct("kvc_group_stats", self._lib.kvc_get_group_stats, group)
+        return GroupStats(out.keyed, out.evictions)
+
+    def find_key(self, group: int, digest: bytes, *, namespace: bytes = NATIVE_NAMESPACE) -> int:
+        """Page that holds the key and may be read now, or -1. For tests and tools."""
         if len(digest) != 32:
             raise ConfigError(f"digest has {len(digest)} bytes: expected 32")
         page = self._ffi.new("int32_t*")
-        self._call(self._lib.kvc_has_key, group, number, digest, page)
-        return int(page[0])
+        for number in self._namespaces.of_digest(namespace):
+            self._call(self._lib.kvc_has_key, group, number, digest, page)
+            if page[0] >= 0:
+                return int(page[0])
+        return -1
 
-    def clear(self) -> None:
-        """Forget every key. `MisuseError` while a request holds pages, a step or a load is open."""
-        self._call(self._lib.kvc_clear)
+    def _namespace_use(self, number: int) -> int:
+        out = self._ffi.new("int64_t*")
+        self._call(self._lib.kvc_namespace_use, number, out)
+        return int(out[0])
 
     def check(self) -> None:
         """Recount everything; raise `InvariantError` on a difference. O(pages)."""
         self._call(self._lib.kvc_check)
-
-    # ---- calling the library -------------------------------------------------------------------
-
-    def _call(self, function: Any, *args: Any) -> int:
-        return native.call(function, self._native, *args)
-
-    def _read(self, dtype: npt.DTypeLike, function: Any, *args: Any) -> NDArray[Any]:
-        """The array that a function writes to its last three arguments: out, cap, n."""
-        ffi, n, cap = self._ffi, self._ffi.new("int64_t*"), 64
-        while True:
-            out = np.empty(cap, dtype)
-            pointer = ffi.cast(_POINTERS[out.dtype], ffi.from_buffer(out))
-            self._call(function, *args, pointer, cap, n)
-            if n[0] <= cap:
-                return out[: n[0]]
-            cap = int(n[0])

@@ -98,8 +98,8 @@ def call(function: Any, *args: Any) -> int:
     return status
 
 
-def new(ctype: str, fields: dict[str, Any]) -> Any:
-    """A C struct. Values that do not fit raise `ConfigError`."""
+def new(ctype: str, fields: dict[str, Any] | list[list[Any]]) -> Any:
+    """A C struct, or an array of them. Values that do not fit raise `ConfigError`."""
     try:
         return load()[0].new(ctype, fields)
     except (OverflowError, TypeError) as error:

@@ -32,7 +32,10 @@ class PagePool:
     @property
     def version(self) -> int:
         """Changes whenever a key appears or goes: equal version, equal answers."""
-        return int(self._lib.kvc_pool_version(self._native))
+        version = int(self._lib.kvc_pool_version(self._native))
+        if not version:
+            native.fail(-3)
+        return version
 
     def present(self, namespace: int, digests: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """For each digest 1 where it is indexed. Changes nothing. O(n)."""

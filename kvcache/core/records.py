@@ -24,6 +24,13 @@ KEYED_DTYPE = np.dtype(
 """A page with its key, as `kvc_keyed` of the C header has it."""
 
 
+MOVE_DTYPE = np.dtype([("size_class", "<i4"), ("from", "<i4"), ("to", "<i4")])
+"""A cached page that changed its place, as `kvc_move` of the C header has it."""
+
+BLOCKAGES = ("", "frozen", "preempt", "wait", "restart")
+"""Why there was no space, in the order of `kvc_blockage_reason`."""
+
+
 class Hit(NamedTuple):
     """What a lookup found. `hit_tokens` plus the sum of `lost` is the prompt's length."""
 
@@ -33,7 +40,7 @@ class Hit(NamedTuple):
     pending_tokens: int
     """What `hit_tokens` would be, at least, once all pending writes and loads are done."""
     junction: int
-    """Where attention went on and no state was there; 0 if none was missed."""
+    """Where the full groups went on and no state or span was kept; 0 if none was missed."""
     lost: dict[str, int]
     """Tokens by cause, keys from `LOSS_CAUSES`."""
 
@@ -75,13 +82,42 @@ class RequestInfo(NamedTuple):
 
 
 class PoolStats(NamedTuple):
-    """Pages of one group."""
+    """Pages of one page pool."""
 
     capacity: int
     created: int
     free: int
     cached: int
     held: int
+    keyed: int
+    evictions: int
+
+
+class ClassStats(NamedTuple):
+    """Slabs of one size class, and its pages in them."""
+
+    slabs: int
+    free: int
+    cached: int
+    """With a key and no reference: evictable."""
+    held: int
+
+
+class ArenaStats(NamedTuple):
+    """The arena: slabs, and what became of them."""
+
+    slabs: int
+    created: int
+    empty: int
+    moved_pages: int
+    reclaimed_slabs: int
+    evictions: int
+    classes: tuple[ClassStats, ...]
+
+
+class GroupStats(NamedTuple):
+    """Keys of one group, pending ones included."""
+
     keyed: int
     evictions: int
 
@@ -94,3 +130,6 @@ class ManagerStats(NamedTuple):
     open_loads: int
     pinned: int
     keyed_dropped: int
+    events_dropped: int
+    frozen: bool
+    """The oldest request waits for space: nobody else gets any."""

@@ -14,22 +14,24 @@ class TurnShape(NamedTuple):
     boundaries: Sequence[int] = ()
     """Declared by the caller (end of system prompt, of a message): unordered, not on the grid."""
     junctions: Sequence[int] = ()
-    """Where attention went on and a state was missing, seen by this request's lookups."""
+    """Where the full groups went on and a state or span was missing, seen by its lookups."""
+    groups: Sequence[str] = ("",)
+    """Names of the geometry's groups."""
 
 
 class RetentionPlan(NamedTuple):
-    """Which states a request keeps."""
+    """Where span and state groups keep what a hit needs."""
 
-    interval_tokens: int
-    """A state at every multiple of this (a multiple of the grid), 0 for none."""
+    intervals: Sequence[int]
+    """For each group: at every multiple of this (a multiple of the grid), 0 for none."""
     positions: Sequence[int]
-    """Further states: ascending, unique, on the grid."""
-    kept: Sequence[bool]
-    """For each position: keeps its place in LRU order when a later state supersedes it."""
+    """Further positions, for all groups: ascending, unique, on the grid."""
+    declared: Sequence[bool]
+    """For each position: keeps its place in eviction order when a later one supersedes it."""
 
 
 class RetentionPolicy(Protocol):
     """A pure object: the same shape gives the same plan; it is called once per open or lookup."""
 
     def plan(self, shape: TurnShape) -> RetentionPlan:
-        """The states that a request of this shape keeps. O(boundaries)."""
+        """What a request of this shape keeps. O(boundaries + groups)."""

@@ -5,6 +5,9 @@ first, longest context first, so that a bucket of them is a slice:
 
     rows   | bucket 0 | bucket 1 | span 0 .......... | span 1 ...... |
              one row per request   a chunk's tokens
+
+Of a sliding window only the blocks that a chunk reads are gathered; positions then count from the
+first of these.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from kvcache.core.layout import Geometry
 from kvcache.core.records import StatePlan
-from kvcache.core.specs import FullAttention
+from kvcache.core.specs.base import GroupRules
 from kvcache.engine.chunk import Chunk
 from kvcache.engine.ops import causal_bias
 
@@ -38,7 +41,7 @@ class Bucket:
     pages: Tensor
     """`[requests * blocks]`; a shorter request repeats its first page."""
     bias: Tensor
-    """`[requests, 1, 1, blocks * block_tokens]`: 0 inside the context, -inf past its end."""
+    """`[requests, 1, 1, blocks * block_tokens]`: 0 inside what the token sees, -inf elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +50,9 @@ class Span:
 
     rows: slice
     pages: Tensor
-    """`[blocks]` up to the chunk's end."""
+    """`[blocks]` up to the chunk's end; of a window from the first block that is read."""
     context: int
-    """Tokens up to the chunk's end."""
+    """Tokens up to the chunk's end, from the first page on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class AttentionPlan:
     buckets: list[Bucket]
     spans: list[Span]
     bias: Tensor | None
-    """Causal bias of one query block with the longest context of the spans."""
+    """Bias of one query block with the longest context of the spans: causal, inside the window."""
     gathered_pages: int
     """Most pages that a bucket or span gathers."""
 
@@ -102,8 +105,13 @@ class Batch:
     groups: list[AttentionPlan | StatesPlan]
 
 
-def make_batch(chunks: Sequence[Chunk], geometry: Geometry, heads_per_kv: int) -> Batch:
-    """The plan of one step for chunks that are known to be valid, at least one."""
+def make_batch(
+    chunks: Sequence[Chunk], geometry: Geometry, heads_per_kv: int, *, by_request: bool = False
+) -> Batch:
+    """The plan of one step for chunks that are known to be valid, at least one.
+
+    `by_request`: attention takes decoding requests one by one too, as spans.
+    """
     order = sorted(range(len(chunks)), key=lambda i: _place(i, chunks[i]))
     ordered = [chunks[i] for i in order]
     ends = np.cumsum([len(c.tokens) for c in ordered])
@@ -116,10 +124,10 @@ def make_batch(chunks: Sequence[Chunk], geometry: Geometry, heads_per_kv: int) -
         positions=torch.from_numpy(positions),
         last=torch.from_numpy(last),
         groups=[
-            _plan_attention(g, spec.block_tokens, ordered, rows, heads_per_kv)
-            if isinstance(spec, FullAttention)
-            else _plan_states(g, ordered, rows)
-            for g, spec in enumerate(geometry.groups)
+            _plan_states(g, ordered, rows)
+            if rules.kind == "state"
+            else _plan_attention(g, rules, ordered, rows, heads_per_kv, by_request=by_request)
+            for g, rules in enumerate(geometry.rules)
         ],
     )
 
@@ -138,56 +146,79 @@ def _decoding(chunks: Sequence[Chunk]) -> int:
 
 
 def _plan_attention(
-    group: int, block: int, chunks: Sequence[Chunk], rows: Sequence[slice], heads_per_kv: int
+    group: int,
+    rules: GroupRules,
+    chunks: Sequence[Chunk],
+    rows: Sequence[slice],
+    heads_per_kv: int,
+    *,
+    by_request: bool,
 ) -> AttentionPlan:
-    tables = [_table(c, group, block) for c in chunks]
-    positions = [np.arange(c.start, c.end) for c in chunks]
-    pages = [t[p // block] for t, p in zip(tables, positions, strict=True)]
-    decoding = _decoding(chunks)
-    spans = [
-        Span(r, torch.from_numpy(t), c.end)
-        for c, t, r in zip(chunks[decoding:], tables[decoding:], rows[decoding:], strict=True)
+    block = rules.block_tokens
+    firsts = [first_block(rules, c.start) for c in chunks]
+    tables = [_table(c, group, first, block) for c, first in zip(chunks, firsts, strict=True)]
+    contexts = [c.end - first * block for c, first in zip(chunks, firsts, strict=True)]
+    positions = [
+        np.arange(context - len(c.tokens), context)
+        for c, context in zip(chunks, contexts, strict=True)
     ]
-    buckets = _buckets(tables[:decoding], [c.end for c in chunks[:decoding]], block)
+    pages = [t[p // block] for t, p in zip(tables, positions, strict=True)]
+    decoding = 0 if by_request else _decoding(chunks)
+    window = rules.lead_tokens + 1 if rules.kind == "span" else None
+    spans = [
+        Span(r, torch.from_numpy(t), n)
+        for r, t, n in zip(rows[decoding:], tables[decoding:], contexts[decoding:], strict=True)
+    ]
+    buckets = _buckets(tables[:decoding], contexts[:decoding], block, window)
     gathered = [bucket.pages for bucket in buckets] + [span.pages for span in spans]
     return AttentionPlan(
         pages=torch.from_numpy(np.concatenate(pages)),
         offsets=torch.from_numpy(np.concatenate(positions) % block),
         buckets=buckets,
         spans=spans,
-        bias=_span_bias(chunks[decoding:], heads_per_kv),
+        bias=_span_bias(chunks[decoding:], contexts[decoding:], heads_per_kv, window),
         gathered_pages=max(len(pages) for pages in gathered),
     )
 
 
-def _table(chunk: Chunk, group: int, block: int) -> NDArray[np.int64]:
+def first_block(rules: GroupRules, start: int) -> int:
+    """The first block that a chunk from `start` on reads."""
+    return rules.need_begin(start) // rules.block_tokens if rules.kind == "span" else 0
+
+
+def _table(chunk: Chunk, group: int, first: int, block: int) -> NDArray[np.int64]:
     table = chunk.tables[group]
     assert table is not None
-    return table[: -(-chunk.end // block)].astype(np.int64)
+    return table[first : -(-chunk.end // block)].astype(np.int64)
 
 
-def _span_bias(chunks: Sequence[Chunk], heads_per_kv: int) -> Tensor | None:
+def _span_bias(
+    chunks: Sequence[Chunk], contexts: Sequence[int], heads_per_kv: int, window: int | None
+) -> Tensor | None:
     if not chunks:
         return None
     longest = max(len(c.tokens) for c in chunks)
-    return causal_bias(min(QUERY_BLOCK_TOKENS, longest), max(c.end for c in chunks), heads_per_kv)
+    return causal_bias(min(QUERY_BLOCK_TOKENS, longest), max(contexts), heads_per_kv, window)
 
 
 def _buckets(
-    tables: Sequence[NDArray[np.int64]], contexts: Sequence[int], block: int
+    tables: Sequence[NDArray[np.int64]], contexts: Sequence[int], block: int, window: int | None
 ) -> list[Bucket]:
     """Slices of the decoding requests, which come with the longest context first."""
     buckets, first = [], 0
     for i in range(1, len(tables) + 1):
         if i < len(tables) and len(tables[i]) * BUCKET_RATIO > len(tables[first]):
             continue
-        blocks = len(tables[first])
+        blocks = max(map(len, tables[first:i]))
         pages = np.empty((i - first, blocks), np.int64)
         for row, table in zip(pages, tables[first:i], strict=True):
             row[: len(table)] = table
             row[len(table) :] = table[0]
-        past = np.arange(blocks * block) >= np.array(contexts[first:i])[:, None]
-        bias = torch.zeros(past.shape).masked_fill_(torch.from_numpy(past), -torch.inf)
+        ends, positions = np.array(contexts[first:i])[:, None], np.arange(blocks * block)
+        hidden = positions >= ends
+        if window is not None:
+            hidden |= positions < ends - window
+        bias = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), -torch.inf)
         buckets.append(
             Bucket(slice(first, i), torch.from_numpy(pages.ravel()), bias[:, None, None, :])
         )

@@ -20,9 +20,10 @@ class Chunk:
     tokens: NDArray[np.int32]
     start: int
     tables: Sequence[NDArray[np.int32] | None]
-    """For each attention group the request's pages, at least up to the chunk's end; else None."""
+    """For each group with blocks the request's pages, at least up to the chunk's end; else None.
+    Of a span what lies before the first token that the chunk reads is no page of the request."""
     states: Sequence[StatePlan | None]
-    """For each recurrent group where the state comes from and goes; None for attention."""
+    """For each recurrent group where the state comes from and goes; None for the others."""
 
     @property
     def end(self) -> int:
@@ -48,4 +49,10 @@ class Runner(Protocol):
 
         Raises:
             InputError: a token or a context out of range; nothing was written.
+        """
+
+    def move_pages(self, moves: NDArray[np.void]) -> None:
+        """Copy pages that changed their place, in this order: `[n]` of `MOVE_DTYPE`, often none.
+
+        Called before anything is read or written that was handed out since.
         """

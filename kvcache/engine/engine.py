@@ -2,7 +2,7 @@
 
 One step:
 
-    loads that ended -> begin_step -> schedule (allocate, commit) -> run -> end_step
+    loads that ended -> begin_step -> schedule (allocate, commit) -> move pages -> run -> end_step
         -> tokens, finished requests -> stores of newly keyed pages
 """
 
@@ -20,8 +20,8 @@ from kvcache.core import arrays
 from kvcache.core.errors import CapacityError, ConfigError, HandleError, InputError, MisuseError
 from kvcache.core.hashing import as_tokens
 from kvcache.core.manager import Manager
-from kvcache.core.specs import FullAttention
 from kvcache.engine.chunk import Chunk, Runner
+from kvcache.engine.queues import Counters
 from kvcache.engine.request import (
     Event,
     Finished,
@@ -33,7 +33,7 @@ from kvcache.engine.request import (
     Timing,
     Token,
 )
-from kvcache.engine.scheduler import Counters, Scheduler, Work
+from kvcache.engine.scheduler import Scheduler, Work
 
 MAX_WAIT_SECONDS = 86_400.0
 
@@ -71,7 +71,8 @@ class Engine:
 
     Args:
         runner: computes chunks on the pages that the manager hands out.
-        manager: owns those pages; built for `runner.geometry`.
+        manager: owns those pages; built for `runner.geometry`. May be `movable`: the engine lets
+            the runner do the copies.
         offload: a tier below the device, made for the same manager; None: no tier.
     """
 
@@ -91,6 +92,7 @@ class Engine:
         self.scheduler = Scheduler(
             manager,
             offload,
+            move_pages=self._move_pages,
             token_budget=self.settings.token_budget,
             max_requests=self.settings.max_requests,
         )
@@ -101,7 +103,7 @@ class Engine:
         self._arrivals = 0
         self._events: list[Event] = []
         self._idle_since: float | None = None
-        self._attention = [isinstance(g, FullAttention) for g in manager.geometry.groups]
+        self._kinds = [rules.kind for rules in manager.geometry.rules]
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -125,7 +127,7 @@ class Engine:
 
         Raises:
             InputError: an empty prompt, a token id out of range, more tokens than the context.
-            CapacityError: it can never fit in the pool, or too many requests wait.
+            CapacityError: it can never fit in the arena, or too many requests wait.
         """
         tokens = self._validated(prompt, max_new_tokens)
         if len(self.scheduler.waiting) >= self.settings.max_waiting:
@@ -174,16 +176,15 @@ class Engine:
                 f" together {total}, the model's context is {self._runner.context_tokens};"
                 " shorten the prompt or lower max_new_tokens"
             )
-        geometry = self._manager.geometry
-        for g, pages in enumerate(geometry.pages_needed(total)):
-            capacity = self._manager.pool_stats(g).capacity
-            if pages > capacity:
-                raise CapacityError(
-                    f"a request of {total} tokens ({len(tokens)} in the prompt, max_new_tokens"
-                    f" {max_new_tokens}) needs {pages} pages of group"
-                    f" {geometry.groups[g].name!r}, its pool has {capacity}: raise the pool's"
-                    " pages, shorten the prompt or lower max_new_tokens"
-                )
+        geometry, slabs = self._manager.geometry, self._manager.arena_stats().slabs
+        need = geometry.slabs_needed(total)
+        if need > slabs:
+            raise CapacityError(
+                f"a request of {total} tokens ({len(tokens)} in the prompt, max_new_tokens"
+                f" {max_new_tokens}) needs {need} slabs of {geometry.slab_bytes:,} bytes, the arena"
+                f" has {slabs}: give it more memory (slabs), shorten the prompt or lower"
+                " max_new_tokens"
+            )
         return tokens
 
     def abort(self, request_id: int) -> None:
@@ -194,7 +195,7 @@ class Engine:
         self._close(self._find(request_id), Reason.ABORT)
 
     def preempt(self, request_id: int) -> None:
-        """Take the pages of a running request, as the scheduler does when the pool is full.
+        """Take the pages of a running request, as the scheduler does when the arena is full.
 
         Without effect on a request that waits or loads.
         """
@@ -277,12 +278,14 @@ class Engine:
         step = self._manager.begin_step()
         try:
             batch = self.scheduler.schedule()
+            self._move_pages()
             if not batch:
                 return [], np.empty(0, np.int32)
             self.counters.steps += 1
             sampled = self._runner.run([self._chunk(work) for work in batch])
             return batch, self._checked(sampled, len(batch))
         except BaseException:
+            self._move_pages()
             for request in list(self.scheduler.running):
                 if request.granted > request.computed:  # it takes part in this step
                     self._close(request, Reason.ERROR)
@@ -290,24 +293,35 @@ class Engine:
         finally:
             self._manager.end_step(step)
 
+    def _move_pages(self) -> None:
+        """Cached pages that made room for others: before those are read or written."""
+        moves = self._manager.take_moves()
+        if len(moves):
+            self._runner.move_pages(moves)
+
     def _chunk(self, work: Work) -> Chunk:
         request, manager = work.request, self._manager
         return Chunk(
             tokens=request.tokens[work.start : work.end],
             start=work.start,
             tables=[
-                self._table(request, g, work.end) if attention else None
-                for g, attention in enumerate(self._attention)
+                None if kind == "state" else self._table(request, g, work.end)
+                for g, kind in enumerate(self._kinds)
             ],
             states=[
-                None if attention else manager.state_plan(request.id, g)
-                for g, attention in enumerate(self._attention)
+                manager.state_plan(request.id, g) if kind == "state" else None
+                for g, kind in enumerate(self._kinds)
             ],
         )
 
     def _table(self, request: Request, group: int, end: int) -> NDArray[np.int32]:
-        """Pages up to token `end`. Copies only those that came since the last call."""
+        """Pages up to token `end`. Copies only those that came since the last call.
+
+        What a span group gave up in the meantime stays in the table: nobody reads it there.
+        """
         block = self._manager.geometry.block_tokens[group]
+        if not block:  # private pages
+            return self._manager.block_table(request.id, group)
         if group not in request.tables:
             request.tables[group] = PageTable(-(-len(request.tokens) // block))
         table = request.tables[group]

@@ -1,4 +1,4 @@
-"""Full attention (GQA) whose keys and values lie in pages.
+"""Attention (GQA) whose keys and values lie in pages: over everything, or over a sliding window.
 
 Shapes: T = tokens, K = KV heads, G = query heads for each of them, D = head dimension, B = tokens
 of a block.
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from kvcache.engine import ops
 from kvcache.engine.batch import QUERY_BLOCK_TOKENS, AttentionPlan, Bucket, Span
+from kvcache.engine.ops import Ops, rotate_
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,18 +26,22 @@ class Attention:
     """`[width, G * K * D]`."""
     kv_heads: int
     head_dim: int
+    window: int | None = None
+    """Tokens that a query sees, its own among them; None: all before it."""
 
     @property
     def heads_per_kv(self) -> int:
         """Query heads that share one KV head."""
         return self.out.shape[1] // (self.kv_heads * self.head_dim)
 
-    def forward(self, x: Tensor, rotation: Tensor, plan: AttentionPlan, cache: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Tensor, plan: AttentionPlan, cache: Tensor, ops: Ops
+    ) -> Tensor:
         """Store the K and V of `x [T, width]`, attend, project. `cache [pages, 2, B, K * D]`."""
         heads = self.qkv.shape[0] // self.head_dim
         qkv = ops.linear(x, self.qkv).contiguous().view(len(x), heads, self.head_dim)
         queries, kv = qkv.tensor_split([heads - 2 * self.kv_heads], dim=1)
-        ops.rotate_(qkv[:, : heads - self.kv_heads], rotation)
+        rotate_(qkv[:, : heads - self.kv_heads], rotation)
         cache[plan.pages, :, plan.offsets] = kv.reshape(len(x), 2, -1)
         attended = torch.empty_like(queries, memory_format=torch.contiguous_format)
         keys, values = cache.new_empty((2, plan.gathered_pages, cache.shape[2] * cache.shape[3]))
@@ -47,7 +51,10 @@ class Attention:
         for span in plan.spans:
             assert plan.bias is not None
             parts = self._gather(cache, span.pages, 1, keys, values)
-            self._prefill(queries[span.rows], *parts, span, plan.bias, attended[span.rows])
+            if ops.exact:
+                self._token_by_token(queries[span.rows], *parts, span, attended[span.rows])
+            else:
+                self._prefill(queries[span.rows], *parts, span, plan.bias, attended[span.rows])
         return ops.linear(attended.flatten(1), self.out)
 
     def _gather(
@@ -76,10 +83,27 @@ class Attention:
         for begin in range(0, len(queries), QUERY_BLOCK_TOKENS):
             block = queries[begin : begin + QUERY_BLOCK_TOKENS]
             context = first + begin + len(block)
+            seen = slice(self._begin(first + begin), context)
             q = block.view(len(block), self.kv_heads, group, self.head_dim).transpose(0, 1)
-            mask = bias[bias.shape[0] - len(block) * group :, bias.shape[1] - context :]
+            columns = bias.shape[1] - (seen.stop - seen.start)
+            mask = bias[bias.shape[0] - len(block) * group :, columns:]
             attended = F.scaled_dot_product_attention(
-                q.flatten(1, 2)[None], keys[:, :, :context], values[:, :, :context], attn_mask=mask
+                q.flatten(1, 2)[None], keys[:, :, seen], values[:, :, seen], attn_mask=mask
             )
             rows = attended.view(self.kv_heads, len(block), group, self.head_dim).transpose(0, 1)
             out[begin : begin + len(block)] = rows.flatten(1, 2)
+
+    def _token_by_token(
+        self, queries: Tensor, keys: Tensor, values: Tensor, span: Span, out: Tensor
+    ) -> None:
+        """A chunk, with nothing in a product but what one token sees."""
+        first = span.context - len(queries)
+        for i, query in enumerate(queries):
+            seen = slice(self._begin(first + i), first + i + 1)
+            q = query.view(1, self.kv_heads, -1, self.head_dim)
+            scores = q @ keys[:, :, seen].transpose(-1, -2) * self.head_dim**-0.5
+            out[i] = (scores.softmax(-1) @ values[:, :, seen]).flatten(0, 2)
+
+    def _begin(self, position: int) -> int:
+        """The first token that a query at `position` sees."""
+        return 0 if self.window is None else max(0, position + 1 - self.window)

@@ -1,11 +1,15 @@
 """Tensor operations that the models share. T = tokens, N = sequences, H = heads.
 
-The results of `linear` and of attention depend in the last bits on how many rows are computed at
-once (measured, see `docs/log.md`); those of the state operations do not: they are elementwise
-products and sums per row, and their activations are made from `exp` alone.
+The results of `linear`, `swiglu` and of attention depend in the last bits on how many rows are
+computed at once (measured, see `docs/log.md`); those of the state operations do not: they are
+elementwise products and sums per row, and their activations are made from `exp` alone. `EXACT`
+computes the former row by row, so that no result depends on how a prompt was cut: for tests.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -54,15 +58,17 @@ def rotate_(x: Tensor, rotation: Tensor) -> None:
     pairs.mul_(rotation.unsqueeze(1))
 
 
-def causal_bias(rows: int, context: int, repeat: int) -> Tensor:
+def causal_bias(rows: int, context: int, repeat: int, window: int | None = None) -> Tensor:
     """What is added to attention scores so that a token sees itself and what is before it.
 
     `[rows * repeat, context]`: the last `rows` tokens of a context, each `repeat` times. For a
-    shorter context, or fewer last tokens, take the lower right corner.
+    shorter context, or fewer last tokens, take the lower right corner. With a window a token sees
+    that many tokens, itself among them.
     """
-    bias = torch.zeros(rows, repeat, context)
-    future = torch.ones(rows, rows, dtype=torch.bool).triu_(1)
-    bias[:, :, context - rows :].masked_fill_(future.unsqueeze(1), -torch.inf)
+    hidden = torch.ones(rows, context, dtype=torch.bool).triu_(context - rows + 1)
+    if window is not None:
+        hidden |= torch.ones(rows, context, dtype=torch.bool).tril_(context - rows - window)
+    bias = torch.zeros(rows, repeat, context).masked_fill_(hidden.unsqueeze(1), -torch.inf)
     return bias.view(rows * repeat, context)
 
 
@@ -84,3 +90,30 @@ def delta_rule(
         state.add_(key_t * (error * rate[:, t, :, None])[:, :, None, :])
         out[:, t] = (state * query[:, t, :, :, None]).sum(-2)
     return out
+
+
+# ---- fast, or exact ------------------------------------------------------------------------------
+
+
+def _linear_by_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """As `linear`; each row is a product of its own."""
+    return torch.bmm(x.unsqueeze(1), weight.t().expand(len(x), -1, -1)).squeeze(1)
+
+
+def _swiglu_from_exp(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate * sigmoid(gate) * up
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The operations of which there are two forms."""
+
+    linear: Callable[[Tensor, Tensor], Tensor]
+    swiglu: Callable[[Tensor], Tensor]
+    exact: bool
+    """Attention too is computed token by token, each over exactly what it sees."""
+
+
+FAST = Ops(linear, swiglu, exact=False)
+EXACT = Ops(_linear_by_rows, _swiglu_from_exp, exact=True)

@@ -149,7 +149,7 @@ class Request:
     awaits: Request | None = None
     """While it waits: the request whose load brings what it needs. Not looked at until that ends."""
     tables: dict[int, PageTable] = field(default_factory=dict)
-    """By group: the pages that the runner was told of. An entry never changes while they are held."""
+    """By group: the pages that the runner was told of. A page that is held keeps its number."""
 
     @property
     def remaining(self) -> int:

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from kvcache.connectors.base import PageRegion
 from kvcache.core.errors import InputError, MisuseError
 from kvcache.core.records import StatePlan
-from kvcache.core.specs import FullAttention
-from kvcache.engine.batch import make_batch
+from kvcache.engine.batch import first_block, make_batch
 from kvcache.engine.chunk import Chunk
 from kvcache.engine.model import Model
 from kvcache.engine.storage import PagedStorage
@@ -23,25 +22,29 @@ class TorchRunner:
 
     Args:
         model: weights and geometry.
-        pages: pages of each group's pool.
+        slabs: size of the arena, as the manager has it.
 
     Attributes:
         storage: the page memory, owned.
         last_logits: `[chunks, vocabulary]` of the last run.
     """
 
-    def __init__(self, model: Model, pages: Sequence[int]) -> None:
+    def __init__(self, model: Model, slabs: int) -> None:
         self.model = model
         self.geometry = model.geometry
         self.vocab_size = model.vocab_size
         self.context_tokens = model.context_tokens
-        self.storage = PagedStorage(model.geometry, pages)
+        self.storage = PagedStorage(model.geometry, slabs)
         self.last_logits = torch.empty((0, model.vocab_size))
         self._caches = model.caches(self.storage)
 
     def regions(self) -> list[PageRegion]:
         """The page memory, as connectors take it."""
         return self.storage.regions()
+
+    def move_pages(self, moves: NDArray[np.void]) -> None:
+        """See `chunk.Runner`."""
+        self.storage.move(moves)
 
     @property
     def last_gaps(self) -> NDArray[np.float32]:
@@ -59,8 +62,9 @@ class TorchRunner:
             self._require_valid(chunk)
         for chunk in chunks:
             self._clear_open_blocks(chunk)
-        batch = make_batch(chunks, self.geometry, self.model.heads_per_kv)
-        self.last_logits = self.model.forward(batch, self._caches)
+        model = self.model
+        batch = make_batch(chunks, model.geometry, model.heads_per_kv, by_request=model.ops.exact)
+        self.last_logits = model.forward(batch, self._caches)
         best: NDArray[np.int32] = self.last_logits.argmax(-1).to(torch.int32).numpy()
         return best
 
@@ -97,21 +101,22 @@ class TorchRunner:
                 f"a chunk has {len(chunk.tables)} tables and {len(chunk.states)} states for"
                 f" {len(groups)} groups: give one each"
             )
-        for g, spec in enumerate(groups):
-            if isinstance(spec, FullAttention):
-                self._require_table(g, chunk)
-            else:
+        for g, rules in enumerate(self.geometry.rules):
+            if rules.kind == "state":
                 self._require_plan(g, chunk)
+            else:
+                self._require_table(g, chunk)
 
     def _require_table(self, group: int, chunk: Chunk) -> None:
-        table, block = chunk.tables[group], self.geometry.block_tokens[group]
+        table, rules = chunk.tables[group], self.geometry.rules[group]
+        block = rules.block_tokens
         blocks = -(-chunk.end // block)
         if table is None or len(table) < blocks:
             raise MisuseError(
                 f"group {group}: {0 if table is None else len(table)} pages for a context of"
                 f" {chunk.end} tokens, which needs {blocks}"
             )
-        self._require_pages(group, table[:blocks])
+        self._require_pages(group, table[first_block(rules, chunk.start) : blocks])
 
     def _require_plan(self, group: int, chunk: Chunk) -> None:
         plan = chunk.states[group]
@@ -131,5 +136,6 @@ class TorchRunner:
         low, high, have = int(pages.min()), int(pages.max()), len(self.storage.raw[group])
         if low < 0 or high >= have:
             raise MisuseError(
-                f"group {group}: page {low if low < 0 else high} is not one of its {have} pages"
+                f"group {group}: page {low if low < 0 else high} is not one of the {have} that the"
+                " arena has room for"
             )

@@ -1,17 +1,13 @@
 """Who computes what in a step: one token budget for decode and prefill, oldest first.
 
-    waiting --admit--> running --finish--> (gone)
-       |  ^               |
-       |  +---preempt-----+
-       +--admit--> loading --load ended--> running, or waiting again if it failed
-
 Rules, each with the reason that keeps the engine from standing still:
 
-* Running requests come first, in order of arrival; each decode has its token reserved out of the
+* The oldest request, running or not, is served first: the manager keeps room for it alone, and
+  while it waits for space nobody else gets any. If it waits, younger ones make room.
+* Running requests come next, in order of arrival; each decode has its token reserved out of the
   budget, the oldest prefill gets at least one token.
-* A running request that finds no page preempts the youngest one that is younger than itself, until
-  it finds one. If it is the youngest, it keeps its pages and waits: older ones can take them. So
-  the oldest is never preempted, and alone it has the whole pool.
+* A running request that finds no space does what the manager says: preempts the youngest one that
+  is younger than itself, waits with its pages (older ones can take them), or starts again.
 * While a running request is blocked, nothing younger allocates and nothing is admitted.
 * A waiting request is admitted in order of arrival. It is passed over only while it would compute
   what a request in this step or a load is about to give it, or while a tier does not know yet.
@@ -22,15 +18,16 @@ Rules, each with the reason that keeps the engine from standing still:
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvcache.connectors.driver import Offload
 from kvcache.core.errors import ConfigError
 from kvcache.core.manager import Manager
 from kvcache.core.records import Grant, Hit
-from kvcache.core.specs import FullAttention
+from kvcache.engine.forecast import common_tokens, has_room
+from kvcache.engine.queues import Queues, age
 from kvcache.engine.request import Request, Status
 
 MAX_LOOKUPS = 64
@@ -45,39 +42,30 @@ class Work(NamedTuple):
     end: int
 
 
-@dataclass(slots=True)
-class Counters:
-    """Counts since the engine was made; tokens unless the name says otherwise."""
-
-    computed_tokens: int = 0
-    device_tokens: int = 0
-    """Adopted from the device, at first admission or after a preemption."""
-    restored_tokens: int = 0
-    """Adopted from a tier, at first admission or after a preemption."""
-    recomputed_tokens: int = 0
-    """Of `computed_tokens`: held before by the same request, lost to a preemption."""
-    preemptions: int = 0
-    failed_loads: int = 0
-    steps: int = 0
-    finished_requests: int = 0
+def _decodes(running: Sequence[Request]) -> int:
+    return sum(request.remaining == 1 for request in running)
 
 
-def _age(request: Request) -> int:
-    return request.order
-
-
-class Scheduler:
-    """Decides, and keeps the manager and the tier informed. Computes nothing.
+class Scheduler(Queues):
+    """Decides who gets pages and budget. Computes nothing.
 
     Args:
         manager: pages and keys; only this scheduler allocates from it.
         offload: the tier below, or None.
+        move_pages: does the copies that the manager asks for; called before a load is submitted.
+            The caller does the same before it computes.
         token_budget: most tokens of one step, all requests together.
         max_requests: most requests that run or load at one time.
     """
 
     def __init__(
-        self, manager: Manager, offload: Offload | None, *, token_budget: int, max_requests: int
+        self,
+        manager: Manager,
+        offload: Offload | None,
+        *,
+        move_pages: Callable[[], None],
+        token_budget: int,
+        max_requests: int,
     ) -> None:
         if max_requests < 1:
             raise ConfigError(f"max_requests is {max_requests}: it must be above 0")
@@ -86,85 +74,13 @@ class Scheduler:
                 f"token_budget is {token_budget}: below max_requests ({max_requests}), one prefill"
                 " could wait for ever behind the decodes; raise it or lower max_requests"
             )
-        self.counters = Counters()
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
-        self.loading: dict[int, Request] = {}
-        self._manager = manager
-        self._offload = offload
+        super().__init__(manager, offload)
+        self._move_pages = move_pages
         self._budget = token_budget
         self._max_requests = max_requests
         self._grid = manager.geometry.grid_tokens
-        self._groups = range(len(manager.geometry.groups))
-        self._refused: Request | None = None
-        self._refused_at: list[int] = []
         self._resume_at = 0
         """Rank of arrival with which the next admission begins."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self.waiting or self.running or self.loading)
-
-    # ---- entering and leaving ------------------------------------------------------------------
-
-    def add(self, request: Request) -> None:
-        """Queue a new request."""
-        insort(self.waiting, request, key=_age)
-
-    def remove(self, request: Request) -> None:
-        """Take a request out, in any state. The caller closes it in the manager right after."""
-        if request.status is Status.LOADING:
-            del self.loading[request.id]
-            self._wake(request)
-        else:
-            (self.waiting if request.status is Status.WAITING else self.running).remove(request)
-        request.status = Status.DONE
-        self._refused = None
-        if self._offload is not None:
-            self._offload.forget(request.id)
-
-    def preempt(self, request: Request) -> None:
-        """Take the pages of a running request; it keeps its tokens and is looked up again."""
-        self.running.remove(request)
-        if self._offload is not None:
-            self._offload.release(request.id)
-        self._manager.preempt(request.id)
-        self._wait_again(request)
-        self.counters.preemptions += 1
-
-    def _wait_again(self, request: Request) -> None:
-        request.lose_pages()
-        insort(self.waiting, request, key=_age)
-        self._refused = None
-
-    def collect_loads(self) -> int:
-        """Move requests whose load ended since the last call; returns how many. Never blocks."""
-        ended = 0
-        for handle, ok in self._offload.poll() if self._offload is not None else ():
-            request = self.loading.pop(handle, None)
-            if request is None:
-                continue
-            ended += 1
-            self._wake(request)
-            if ok:
-                self._run(request, *request.adopting)
-            else:
-                self.counters.failed_loads += 1
-                self._wait_again(request)
-        return ended
-
-    def _wake(self, loaded: Request) -> None:
-        """Its load has ended: who waited for it is looked up again."""
-        for request in self.waiting:
-            if request.awaits is loaded:
-                request.awaits = None
-
-    def _run(self, request: Request, device_tokens: int, host_tokens: int) -> None:
-        request.adopt(device_tokens, host_tokens)
-        self.counters.device_tokens += device_tokens
-        self.counters.restored_tokens += host_tokens
-        insort(self.running, request, key=_age)
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -172,11 +88,15 @@ class Scheduler:
         """Work for the step that is open in the manager: allocated and committed."""
         batch: list[Work] = []
         budget = self._budget
-        decodes = sum(r.remaining == 1 for r in self.running)
-        prefilling = False
-        for request in list(self.running):
+        running = list(self.running)
+        if self.waiting and running and self._is_oldest(self.waiting[0]):
+            budget -= self._serve_oldest(batch, max(1, budget - _decodes(running)))
+            running = [r for r in running if r.status is Status.RUNNING]
+        prefilling = bool(batch)
+        decodes = _decodes(running)
+        for request in running:
             if request.status is not Status.RUNNING:
-                continue
+                continue  # it made room for an older one
             decode = request.remaining == 1
             decodes -= decode
             end = self._chunk_end(request, request.computed, budget - decodes, share=prefilling)
@@ -189,6 +109,25 @@ class Scheduler:
             prefilling |= not decode
         self._admit(batch, budget, prefilling=prefilling)
         return batch
+
+    def _serve_oldest(self, batch: list[Work], budget: int) -> int:
+        """The oldest request waits, and younger ones run: it goes first. Returns its tokens.
+
+        Nothing is in the batch yet, so that the pages of those who make room come free at once.
+        After each it is looked up again: they may have left what it can use.
+        """
+        request = self.waiting[0]
+        if request.awaits is not None:
+            return 0
+        self._forget_refusal()
+        while (used := self._start(request, batch, budget, share=False)) is None:
+            if not self._is_refused(request) or not self.running:
+                return 0
+            at_limit = len(self.running) + len(self.loading) >= self._max_requests
+            if not at_limit and self._manager.blockage(request.id) != "preempt":
+                return 0
+            self.preempt(self.running[-1])
+        return used
 
     def _commit(self, batch: list[Work], request: Request, grant: Grant) -> int:
         self._manager.commit(request.id, grant.end)
@@ -211,14 +150,10 @@ class Scheduler:
         return start if share else max(start, end)
 
     def _grant(self, request: Request, start: int, end: int) -> Grant | None:
-        """Pages for [start, end), or for a shorter chunk where the pool has no more.
-
-        A chunk needs a page for each state that it passes and is to be kept, so that a short one
-        may fit where a long one never can.
-        """
+        """Pages for [start, end), or for a shorter chunk where the arena has no more now."""
         while True:
             grant = self._manager.allocate(request.id, end - start)
-            if grant is not None:
+            if grant is not None or self._manager.blockage(request.id) == "frozen":
                 return grant
             shorter = (start + (end - start) // 2) // self._grid * self._grid
             if shorter <= start:
@@ -228,20 +163,17 @@ class Scheduler:
             end = shorter
 
     def _make_room(self, request: Request, end: int) -> Grant | None:
-        """Preempt younger requests, youngest first, until the chunk fits."""
-        while self.running[-1] is not request:
-            before = self._reclaimable()
+        """Preempt younger requests, youngest first, until the chunk fits; or the request itself."""
+        while (why := self._manager.blockage(request.id)) == "preempt":
+            if self.running[-1] is request:
+                return None  # who is younger loads: that ends
             self.preempt(self.running[-1])
             grant = self._grant(request, request.computed, end)
             if grant is not None:
                 return grant
-            if self._reclaimable() == before:
-                break  # the victim's pages come free with the end of this step
+        if why == "restart":
+            self.preempt(request)
         return None
-
-    def _reclaimable(self) -> list[int]:
-        stats = [self._manager.pool_stats(g) for g in self._groups]
-        return [s.capacity - s.held for s in stats]
 
     # ---- admission -----------------------------------------------------------------------------
 
@@ -256,34 +188,49 @@ class Scheduler:
                 self._resume_at = request.order
                 return
             lookups += 1
-            hit = self._lookup(request)
-            if hit is None:
-                continue
-            request.needs_budget = hit.hit_tokens == hit.device_tokens
-            if budget < 1 and request.needs_budget:
+            used = self._start(request, batch, budget, share=prefilling)
+            if used is None:
                 return
-            if self._comes_by_itself(request, hit, batch):
-                continue
-            end = self._chunk_end(request, hit.hit_tokens, budget, share=prefilling)
-            if end == hit.hit_tokens and request.needs_budget:
-                return
-            grant = self._first_grant(request, hit, end)
-            if grant is None:
-                return
-            self.waiting.remove(request)
-            if self._offload is not None and not self._offload.start_load(request.id, grant):
-                self._wait_again(request)  # the tier's queue is full
-                continue
-            if grant.load:
-                self._park(request, hit, grant)
-                continue
+            budget -= used
+            prefilling |= used > 0
+
+    def _start(
+        self, request: Request, batch: list[Work], budget: int, *, share: bool
+    ) -> int | None:
+        """Look a waiting request up, and let it run or load if it can.
+
+        Returns the tokens that it computes in this step; 0 where it loads, or waits for what others
+        bring; None where there is no budget or no space, for younger ones neither.
+        """
+        hit = self._lookup(request)
+        if hit is None:
+            return 0
+        request.needs_budget = hit.hit_tokens == hit.device_tokens
+        if self._comes_by_itself(request, hit, batch):
+            return 0
+        end = self._chunk_end(request, hit.hit_tokens, budget, share=share)
+        if end == hit.hit_tokens and request.needs_budget:
+            return None
+        grant = self._first_grant(request, hit, end)
+        return None if grant is None else self._begin(request, hit, grant, batch)
+
+    def _begin(self, request: Request, hit: Hit, grant: Grant, batch: list[Work]) -> int:
+        """It has its pages: it runs, or waits for a load. Returns the tokens that it computes."""
+        self.waiting.remove(request)
+        if grant.load:
+            self._move_pages()
+        if self._offload is not None and not self._offload.start_load(request.id, grant):
+            self._wait_again(request)  # the tier's queue is full
+        elif grant.load:
+            self._park(request, hit, grant)
+        else:
             self._run(request, grant.hit_tokens, 0)
-            budget -= self._commit(batch, request, grant)
-            prefilling = True
+            return self._commit(batch, request, grant)
+        return 0
 
     def _candidates(self) -> list[Request]:
         """Who waits, oldest first; after a step with too many, beginning where it stopped."""
-        first = bisect_left(self.waiting, self._resume_at, key=_age)
+        first = bisect_left(self.waiting, self._resume_at, key=age)
         self._resume_at = 0
         return self.waiting[first:] + self.waiting[:first]
 
@@ -291,24 +238,20 @@ class Scheduler:
         """Whether neither this request nor a younger one can start, as far as is known already."""
         if len(self.running) + len(self.loading) >= self._max_requests:
             return True
-        if request is self._refused and self._still_full():
+        if self._is_refused(request) and self._still_full():
             return True
         return budget < 1 and (self._offload is None or request.needs_budget)
 
-    def _still_full(self) -> bool:
-        """No page came free since a request was refused: asking again would change nothing."""
-        if not (self.running or self.loading):
-            return False
-        now = self._reclaimable()
-        return all(n <= m for n, m in zip(now, self._refused_at, strict=True))
-
     def _first_grant(self, request: Request, hit: Hit, end: int) -> Grant | None:
-        """None: there are no pages for it; it is not asked again before some come free."""
-        if self._has_room(request, hit):
+        """None: there is no space for it; it is not asked again before some comes free."""
+        oldest, admitted = self._is_oldest(request), [*self.running, *self.loading.values()]
+        if len(admitted) < self._max_requests and (
+            oldest or has_room(self._manager, request, hit, admitted)
+        ):
             grant = self._grant(request, hit.hit_tokens, max(end, hit.hit_tokens + 1))
             if grant is not None:
                 return grant
-        self._refused, self._refused_at = request, self._reclaimable()
+        self._note_refusal(request)
         return None
 
     def _lookup(self, request: Request) -> Hit | None:
@@ -324,50 +267,12 @@ class Scheduler:
         """
         most = max(hit.hit_tokens, hit.pending_tokens)
         for other in self.loading.values() if most > hit.device_tokens else ():
-            if self._common(request, other, min(most, other.granted)) > hit.device_tokens:
+            if (
+                common_tokens(self._manager, request, other, min(most, other.granted))
+                > hit.device_tokens
+            ):
                 request.awaits = other
                 if self._offload is not None:
                     self._offload.release(request.id)
                 return True
         return hit.pending_tokens > hit.hit_tokens and bool(batch or self.loading)
-
-    def _common(self, one: Request, other: Request, limit: int) -> int:
-        """Tokens of the common prefix, at most `limit`, in whole hash units.
-
-        O(log limit): each link of a chain stands for all before it.
-        """
-        unit = self._manager.geometry.hash_unit_tokens
-        a, b = self._manager.digests(one.id), self._manager.digests(other.id)
-        links = range(min(limit // unit, len(a), len(b)))
-        return unit * bisect_left(links, True, key=lambda i: bool((a[i] != b[i]).any()))
-
-    def _park(self, request: Request, hit: Hit, grant: Grant) -> None:
-        """Its load is in flight: it holds the pages of the hit and computes nothing."""
-        device = min(hit.device_tokens, grant.hit_tokens)
-        request.adopting = (device, grant.hit_tokens - device)
-        request.granted = grant.hit_tokens
-        request.status = Status.LOADING
-        self.loading[request.id] = request
-
-    def _has_room(self, request: Request, hit: Hit) -> bool:
-        """Whether there are pages for all known tokens, beside what admitted prompts still need.
-
-        Half-computed prompts would push each other out. A forecast, no reservation: `allocate` and
-        preemption have the last word.
-        """
-        admitted = [*self.running, *self.loading.values()]
-        if not admitted:
-            return True
-        # Pages of the hit cost nothing where an admitted request holds them already; cached ones
-        # count as free, and are not any more once they are adopted.
-        shared = max(self._common(request, r, min(hit.device_tokens, r.granted)) for r in admitted)
-        for g, spec in enumerate(self._manager.geometry.groups):
-            if not isinstance(spec, FullAttention):
-                continue
-            block = spec.block_tokens
-            need = -(-request.known // block) - shared // block
-            need += sum(-(-r.known // block) - -(-r.granted // block) for r in admitted)
-            stats = self._manager.pool_stats(g)
-            if need > stats.capacity - stats.held:
-                return False
-        return True

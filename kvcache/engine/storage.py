@@ -1,9 +1,16 @@
-"""Page memory of every group, as torch tensors.
+"""The arena as torch tensors: one buffer, seen by each group as pages of its own size.
 
 Page-first: one page holds all layers of its group, contiguous, so that a tier copies a page in one
-piece. Inside a page the layers lie one after another:
+piece. Pages of one size class lie `stride_bytes` apart; slabs change their owner, so that the same
+bytes are pages of one group now and of another one later:
 
-    full attention   [layers, 2 (K, V), block_tokens, kv_heads, head_dim]
+    arena            | slab 0        | slab 1        | slab 2        |
+    class 0          [ page 0       ][ page 1       ][ page 2       ]
+    class 1          [ 0 | 1 | 2 | 3 ][ 4 | 5 | 6 | 7 ][ 8 | ...     ]
+
+Inside a page the layers lie one after another:
+
+    attention        [layers, 2 (K, V), block_tokens, kv_heads, head_dim]
     recurrent        [layers, state]
 """
 
@@ -11,26 +18,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.connectors.base import PageRegion
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
-from kvcache.core.specs import FullAttention, GroupSpec
+from kvcache.core.specs import FullAttention, GroupSpec, SlidingWindow
 
 
 class PagedStorage:
-    """Memory for `pages[g]` pages of each group g, zeroed.
+    """An arena of `slabs` slabs, zeroed, exactly as large as they are. Owns the memory.
 
     Attention reads whole pages and masks what lies past the end of a request: every element ever
-    stored must be finite, for 0 * NaN would not be 0.
+    stored must be finite, for 0 * NaN would not be 0. So a page is zeroed before a block that does
+    not fill it is written there.
 
     Args:
         geometry: the groups; elements must be as wide as `dtype`.
-        pages: number of pages of each group.
+        slabs: as the manager has them.
         dtype: of keys, values and states.
         device: where the memory is.
+
+    Attributes:
+        arena: `[slabs * slab_bytes]` bytes.
+        raw: for each group `[pages, page_bytes]`, a view of the arena; groups overlap.
 
     Raises:
         ConfigError: sizes that cannot be, or more memory than there is.
@@ -39,34 +53,37 @@ class PagedStorage:
     def __init__(
         self,
         geometry: Geometry,
-        pages: Sequence[int],
+        slabs: int,
         *,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
     ) -> None:
-        if len(pages) != len(geometry.groups):
+        if slabs < 1:
             raise ConfigError(
-                f"pages has {len(pages)} numbers for {len(geometry.groups)} groups: give one each"
+                f"slabs is {slabs}: it must be above 0; geometry.slabs_in(bytes) tells how many fit"
             )
-        for spec, count in zip(geometry.groups, pages, strict=True):
-            _require_fit(spec, count, dtype)
+        for spec, c in zip(geometry.groups, geometry.class_of_group, strict=True):
+            _require_fit(spec, geometry.stride_bytes[c], dtype)
         self.geometry = geometry
         self.dtype = dtype
+        size = slabs * geometry.slab_bytes
         try:
-            self.raw: list[Tensor] = [
-                torch.zeros((count, spec.page_bytes), dtype=torch.uint8, device=device)
-                for spec, count in zip(geometry.groups, pages, strict=True)
-            ]
+            self.arena = torch.zeros(size, dtype=torch.uint8, device=device)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
-                f"no memory for pools of {list(pages)} pages"
-                f" ({geometry.pool_bytes(pages):,} bytes) on {device}: make the pools smaller"
+                f"no memory for an arena of {slabs} slabs ({size:,} bytes) on {device}: give it"
+                " fewer slabs"
             ) from error
+        self._classes = [self.arena.view(-1, stride) for stride in geometry.stride_bytes]
+        self.raw: list[Tensor] = [
+            self._classes[c][:, : spec.page_bytes]
+            for spec, c in zip(geometry.groups, geometry.class_of_group, strict=True)
+        ]
 
     def attention(self, group: int) -> list[Tensor]:
         """K and V of each layer, views `[pages, 2, block_tokens, kv_heads * head_dim]`."""
         spec = self.geometry.groups[group]
-        assert isinstance(spec, FullAttention)
+        assert isinstance(spec, FullAttention | SlidingWindow)
         shape = (-1, spec.layers, 2, spec.block_tokens, spec.kv_heads * spec.head_dim)
         return list(self.raw[group].view(self.dtype).view(shape).unbind(1))
 
@@ -80,24 +97,31 @@ class PagedStorage:
         for page in pages:
             self.raw[group][page].zero_()
 
+    def move(self, moves: NDArray[np.void]) -> None:
+        """Copy pages within the arena, one after the other: `[n]` of `MOVE_DTYPE`.
+
+        In order, because a page that was moved may be overwritten by a later one, of any class.
+        """
+        for size_class, source, target in moves.tolist():
+            pages = self._classes[size_class]
+            pages[target].copy_(pages[source])
+
     def regions(self) -> list[PageRegion]:
-        """Address, page size and number of pages of each group; valid while this object lives."""
+        """Where the pages of each group are; valid while this object lives."""
         return [
-            PageRegion(raw.data_ptr(), spec.page_bytes, len(raw))
+            PageRegion(raw.data_ptr(), spec.page_bytes, len(raw), raw.stride(0))
             for raw, spec in zip(self.raw, self.geometry.groups, strict=True)
         ]
 
 
-def _require_fit(spec: GroupSpec, count: int, dtype: torch.dtype) -> None:
-    if count < 1:
-        raise ConfigError(f"pages of group {spec.name!r} is {count}: it must be above 0")
-    if isinstance(spec, FullAttention) and spec.element_bytes != dtype.itemsize:
+def _require_fit(spec: GroupSpec, stride_bytes: int, dtype: torch.dtype) -> None:
+    if isinstance(spec, FullAttention | SlidingWindow) and spec.element_bytes != dtype.itemsize:
         raise ConfigError(
             f"group {spec.name!r} has elements of {spec.element_bytes} bytes, {dtype} has"
             f" {dtype.itemsize}: set element_bytes or dtype"
         )
-    if spec.page_bytes % dtype.itemsize:
+    if spec.page_bytes % dtype.itemsize or stride_bytes % dtype.itemsize:
         raise ConfigError(
-            f"a page of group {spec.name!r} has {spec.page_bytes} bytes: not whole elements of"
-            f" {dtype}"
+            f"a page of group {spec.name!r} has {spec.page_bytes} bytes, {stride_bytes} apart: not"
+            f" whole elements of {dtype}"
         )

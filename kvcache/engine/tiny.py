@@ -1,4 +1,4 @@
-"""A small hybrid with random weights: attention and state layers in turn, over raw bytes.
+"""A small hybrid with random weights: state and attention layers in turn, over raw bytes.
 
 For tests and where no real model is at hand. Equal seeds give equal weights; what it says means
 nothing, but every next token depends on the whole context.
@@ -20,22 +20,37 @@ HIDDEN = 128
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 STATE_HEADS, KEY_DIM, VALUE_DIM = 4, 16, 16
 PAIRS = 2
-"""Of one state and one attention layer each."""
+"""Of one state and one attention layer each; with a window, that many triples."""
 EPSILON = 1e-5
 ROTATION_BASE = 10_000.0
 SLOW_DECAY = 4.0
 """Bias of the decay: sigmoid(4) = 0.982 a token, so that states remember some hundred tokens."""
 
 
-def build_model(seed: int = 0, *, block_tokens: int = 16, context_tokens: int = 1 << 15) -> Model:
-    """The model of a seed."""
+def build_model(
+    seed: int = 0,
+    *,
+    block_tokens: int = 16,
+    context_tokens: int = 1 << 15,
+    window: int | None = None,
+    exact: bool = False,
+) -> Model:
+    """The model of a seed.
+
+    Args:
+        window: adds layers of sliding-window attention over so many tokens.
+        exact: see `Model`.
+    """
     random = _Random(seed)
     vocabulary = ByteTokenizer().vocab_size
     layers = []
     for _ in range(PAIRS):
-        layers += [random.layer(random.state()), random.layer(random.attention())]
+        layers.append(random.layer(random.state()))
+        if window is not None:
+            layers.append(random.layer(random.attention(window)))
+        layers.append(random.layer(random.attention()))
     weights = Weights(
-        name=f"tiny-hybrid-{seed}",
+        name=f"tiny-hybrid-{seed}" + (f"-window-{window}" if window is not None else ""),
         embed=random.matrix(vocabulary, WIDTH, scale=1.0),
         layers=layers,
         norm=torch.ones(WIDTH),
@@ -44,7 +59,7 @@ def build_model(seed: int = 0, *, block_tokens: int = 16, context_tokens: int = 
         context_tokens=context_tokens,
         rotation=ops.rotation_table(context_tokens, HEAD_DIM, ROTATION_BASE),
     )
-    return Model(weights, block_tokens=block_tokens)
+    return Model(weights, block_tokens=block_tokens, exact=exact)
 
 
 class _Random:
@@ -66,12 +81,13 @@ class _Random:
             down=self.matrix(WIDTH, HIDDEN),
         )
 
-    def attention(self) -> Attention:
+    def attention(self, window: int | None = None) -> Attention:
         return Attention(
             qkv=self.matrix((HEADS + 2 * KV_HEADS) * HEAD_DIM, WIDTH),
             out=self.matrix(WIDTH, HEADS * HEAD_DIM),
             kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
+            window=window,
         )
 
     def state(self) -> DeltaRule:

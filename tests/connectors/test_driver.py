@@ -38,7 +38,7 @@ def test_an_evicted_prefix_comes_back_from_the_tier() -> None:
 
 def test_device_and_tier_serve_one_hit_together() -> None:
     """The head is on the device, the tail only below."""
-    with engine(pages=(24, 12)) as e:
+    with engine(slabs=9) as e:
         prompt = text(0, 61)
         e.serve(prompt)
         e.manager.clear()
@@ -213,18 +213,18 @@ def test_attention_without_a_state_stays_pinned_up_to_its_gap() -> None:
 
 
 def test_regions_must_cover_the_pools() -> None:
-    manager = Manager(GEOMETRY, pages=[8, 4], retention=Dense())
+    manager = Manager(GEOMETRY, slabs=2, retention=Dense())
     connector = CpuConnector(GEOMETRY, pages=[4, 4])
     sizes = [g.page_bytes for g in GEOMETRY.groups]
     with pytest.raises(ConfigError, match="1 regions for 2 groups"):
         Offload(manager, connector, [PageRegion(64, sizes[0], 8)])
     with pytest.raises(
-        ConfigError, match="region of group 'state' has 3 pages, its pool may use 4"
+        ConfigError, match="region of group 'state' has 3 pages, an arena of 2 slabs has up to 6"
     ):
-        Offload(manager, connector, [PageRegion(64, sizes[0], 8), PageRegion(64, sizes[1], 3)])
-    endless = Manager(GEOMETRY, pages=[8, UNLIMITED], retention=Dense())
-    with pytest.raises(ConfigError, match="region of group 'state'"):
-        Offload(endless, connector, [PageRegion(64, sizes[0], 8), PageRegion(64, sizes[1], 4)])
+        Offload(manager, connector, [PageRegion(64, sizes[0], 10), PageRegion(64, sizes[1], 3)])
+    endless = Manager(GEOMETRY, slabs=UNLIMITED, retention=Dense())
+    with pytest.raises(ConfigError, match="region of group 'attention' has 10 pages"):
+        Offload(endless, connector, [PageRegion(64, sizes[0], 10), PageRegion(64, sizes[1], 4)])
     connector.worker.close()
 
 
@@ -235,7 +235,7 @@ def test_check_notices_a_pin_that_no_store_knows_of() -> None:
         handle = e.open(text(0, 9))
         item["page"] = e.manager.find_key(ATTENTION, e.manager.digests(handle)[0].tobytes())
         item["digest"] = e.manager.digests(handle)[0]
-        assert e.manager.pin(item).tolist() == [1]
+        assert (e.manager.pin(item) >= 0).all()
         with pytest.raises(InvariantError, match="1 device pages are pinned, stores know of 0"):
             e.offload.check()
         e.manager.unpin(ATTENTION, item["page"])

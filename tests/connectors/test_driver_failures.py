@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tiers.stamp_engine import (
     ATTENTION,
+    GEOMETRY,
     PATIENCE,
     STATE,
     engine,
@@ -66,13 +67,13 @@ def test_after_some_failed_loads_a_request_does_without_the_tier() -> None:
 
     def copy(source: PageRegion, target: PageRegion, *ids: Any) -> None:
         nonlocal fails
-        if target.address == states.ctypes.data:
+        if target.address == arena and target.page_bytes == GEOMETRY.groups[STATE].page_bytes:
             fails += 1
             raise OSError("a bad state")
         native_copy(source, target, *ids)
 
     with engine(copy=copy) as e:
-        states = e.memory[STATE]
+        arena = e.arena.ctypes.data
         prompt = text(0, 41)
         e.serve(prompt)
         e.manager.clear()
@@ -152,7 +153,7 @@ def test_a_late_load_gives_the_request_back_and_keeps_its_pages_away() -> None:
         assert e.offload._worker.wait(PATIENCE)
         assert e.poll() == [(handle, False)]
         assert e.manager.stats().open_loads == 1
-        assert e.manager.pool_stats(ATTENTION).held == 5  # in quarantine
+        assert e.manager.arena_stats().classes[1].held == 5  # in quarantine
         assert e.offload.stats().pinned_pages == 6
         while handle in e.requests:  # meanwhile it is computed
             e.step()
@@ -291,7 +292,7 @@ def test_a_worker_that_says_nothing_costs_a_deadline_and_no_request(
         assert ended == [(handle, False)]
         assert silent.longest < 1  # it never wakes again by itself
         assert e.manager.stats().open_loads == 1
-        assert e.manager.pool_stats(ATTENTION).held == 5  # in quarantine
+        assert e.manager.arena_stats().classes[1].held == 5  # in quarantine
         assert e.offload.stats().pinned_pages == 6
         assert e.offload.stats().late_transfers == 1
         assert not e.offload.drain(0.01)

@@ -66,7 +66,7 @@ def test_a_long_run_with_faults_reads_no_wrong_byte_and_leaks_nothing(seed: int)
         refuse_by_raising=chance.choice((0, 0.1)),
     )
     with engine(
-        pages=(chance.choice((14, 20, 30)), chance.choice((7, 9, 16))),
+        slabs=chance.choice((6, 8, 12)),
         tier=chance.choice(((64, 24), (30, 9), (20, 5))),
         retention=chance.choice((Dense(), Sparse(0), Sparse(8))),
         faults=faults,
@@ -105,7 +105,7 @@ class OffloadMachine(RuleBasedStateMachine):
                 refuse=0.1,
                 refuse_by_raising=0.1,
             )
-        self.e = Engine(pages=(14, 9), tier=tier, retention=retention, faults=faults, seed=seed)
+        self.e = Engine(slabs=6, tier=tier, retention=retention, faults=faults, seed=seed)
         self.texts = [text(i, 32) for i in range(2)]
         self.texts.append([*self.texts[0][:16], *text(9, 16)])
 

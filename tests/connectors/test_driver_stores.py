@@ -107,7 +107,7 @@ def test_drain_says_so_when_the_time_is_over() -> None:
 def test_a_full_queue_delays_stores_and_drops_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """One page a store, two stores at a time: the others wait for their turn."""
     monkeypatch.setattr(driver, "STORE_BYTES", 1)
-    with engine(pages=(30, 30), queue_depth=2) as e:
+    with engine(slabs=16, queue_depth=2) as e:
         handle = e.open(text(0, 101))
         while handle in e.requests:
             e.step(chunk=101)
@@ -115,7 +115,7 @@ def test_a_full_queue_delays_stores_and_drops_none(monkeypatch: pytest.MonkeyPat
         stats = e.offload.stats()
         assert stats.errors["QueueFull"] > 0
         assert stats.dropped_store_pages == 0
-        assert stats.stored_pages == e.manager.pool_stats(0).keyed + e.manager.pool_stats(1).keyed
+        assert stats.stored_pages == e.manager.group_stats(0).keyed + e.manager.group_stats(1).keyed
         e.assert_idle()
 
 

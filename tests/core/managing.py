@@ -14,19 +14,28 @@ def attention(name: str = "a", block_tokens: int = 4) -> FullAttention:
 
 
 FULL = Geometry((attention(),))
-HYBRID = Geometry((attention(), RecurrentState(name="s", layers=1, state_bytes_per_layer=64)))
+HYBRID = Geometry((attention(), RecurrentState(name="s", layers=1, state_bytes_per_layer=128)))
 A, S = 0, 1
 """Groups of `HYBRID`."""
 
 
-def full(pages: int = UNLIMITED) -> Manager:
-    return Manager(FULL, pages=[pages], retention=Sparse())
+def full(slabs: int = UNLIMITED) -> Manager:
+    return Manager(FULL, slabs=slabs, retention=Sparse())
 
 
-def hybrid(
-    retention: RetentionPolicy | None = None, *, pages: int = UNLIMITED, states: int = UNLIMITED
-) -> Manager:
-    return Manager(HYBRID, pages=[pages, states], retention=retention or Sparse())
+def hybrid(retention: RetentionPolicy | None = None, *, slabs: int = UNLIMITED) -> Manager:
+    return Manager(HYBRID, slabs=slabs, retention=retention or Sparse())
+
+
+def counts(m: Manager) -> tuple[int, int, int]:
+    """Free, cached and held pages of an arena whose pages are of one size."""
+    stats = m.arena_stats()
+    (of_class,) = stats.classes
+    return stats.empty + of_class.free, of_class.cached, of_class.held
+
+
+def held(m: Manager) -> int:
+    return counts(m)[2]
 
 
 def text(n: int, first: int = 0) -> list[int]:

@@ -37,9 +37,7 @@ class Play:
     def __init__(self, seed: int) -> None:
         self.r = random.Random(seed)
         retention = self.r.choice([Dense(), Sparse(0)])
-        self.m = Manager(
-            GEOMETRY, pages=[UNLIMITED, UNLIMITED], retention=retention, max_open_steps=3
-        )
+        self.m = Manager(GEOMETRY, slabs=UNLIMITED, retention=retention, max_open_steps=3)
         self.open: set[int] = set()
         self.steps: list[int] = []
         self.loads: list[tuple[int, int]] = []
@@ -88,7 +86,7 @@ class Play:
         for step in self.steps:
             m.end_step(step)
         m.check()
-        assert m.pool_stats(0).held == m.pool_stats(1).held == 0
+        assert sum(c.held for c in m.arena_stats().classes) == 0
         assert m.stats()[:4] == (0, 0, 0, 0)
 
 

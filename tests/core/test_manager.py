@@ -10,11 +10,11 @@ from core.managing import (
     FULL,
     HYBRID,
     A,
-    S,
     attention,
     compute,
     full,
     granted,
+    held,
     hit,
     hybrid,
     run,
@@ -34,7 +34,7 @@ def test_an_opened_request_waits_with_no_pages() -> None:
     assert m.info(handle) == (10, 10, 0, 0, 0, 2, "waiting", bytes(32))
     assert m.block_table(handle, A).size == 0
     assert m.stats().open_requests == 1
-    assert m.pool_stats(A).created == 0
+    assert m.arena_stats().created == 0
 
 
 def test_extend_hashes_only_what_became_full() -> None:
@@ -60,7 +60,7 @@ def test_group_digests_are_every_last_link_of_a_block() -> None:
     geometry = Geometry(
         (attention("a", 2), attention("b", 4), attention("c", 6)), state_grid_tokens=1
     )
-    m = Manager(geometry, pages=[UNLIMITED] * 3, retention=Sparse())
+    m = Manager(geometry, slabs=UNLIMITED, retention=Sparse())
     handle = m.open(text(25))
     chain = m.digests(handle)
     assert [len(d) for d in m.group_digests(handle)] == [12, 6, 4]
@@ -72,12 +72,10 @@ def test_group_digests_are_every_last_link_of_a_block() -> None:
     assert [len(d) for d in m.group_digests(short)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("pages", "steps"), [([4], 2), ([4, 0], 2), ([4, -2], 2), ([4, 2**31], 2), ([4, 4], 0)]
-)
-def test_a_manager_that_cannot_work_is_a_named_error(pages: list[int], steps: int) -> None:
+@pytest.mark.parametrize(("slabs", "steps"), [(0, 2), (-2, 2), (2**31, 2), (4.5, 2), (4, 0)])
+def test_a_manager_that_cannot_work_is_a_named_error(slabs: int, steps: int) -> None:
     with pytest.raises(ConfigError):
-        Manager(HYBRID, pages=pages, retention=Sparse(), max_open_steps=steps)
+        Manager(HYBRID, slabs=slabs, retention=Sparse(), max_open_steps=steps)
 
 
 def test_a_policy_off_the_grid_is_refused_at_open_and_leaves_nothing_open() -> None:
@@ -87,13 +85,13 @@ def test_a_policy_off_the_grid_is_refused_at_open_and_leaves_nothing_open() -> N
     assert m.stats().open_requests == 0
 
 
-def test_a_request_too_long_for_the_pool_is_refused_at_open_and_the_longest_is_not() -> None:
-    m = hybrid(pages=3, states=2)
+def test_a_request_too_long_for_the_arena_is_refused_at_open_and_the_longest_is_not() -> None:
+    m = hybrid(slabs=5)
     with pytest.raises(CapacityError, match="13"):
         m.open(text(4), max_tokens=13)
     m.open(text(4), max_tokens=12)
     with pytest.raises(CapacityError):
-        hybrid(pages=3, states=1).open(text(4))
+        hybrid(slabs=2).open(text(4))
 
 
 # ---- hits ------------------------------------------------------------------------------------------
@@ -119,7 +117,7 @@ def test_a_hit_needs_a_state_at_exactly_its_end() -> None:
 
 def test_hits_end_on_the_grid_of_all_attention_groups() -> None:
     geometry = Geometry((attention("a", 4), attention("b", 6)))
-    m = Manager(geometry, pages=[UNLIMITED] * 2, retention=Sparse())
+    m = Manager(geometry, slabs=UNLIMITED, retention=Sparse())
     assert (geometry.hash_unit_tokens, geometry.grid_tokens) == (2, 12)
     run(m, text(40))
     assert hit(m, text(36)) == 24
@@ -127,9 +125,9 @@ def test_hits_end_on_the_grid_of_all_attention_groups() -> None:
 
 
 def test_the_hit_grid_does_not_depend_on_the_size_of_a_state() -> None:
-    for state_bytes in (1, 10**9):
+    for state_bytes in (1, 100_000):
         state = RecurrentState(name="s", layers=8, state_bytes_per_layer=state_bytes)
-        m = Manager(Geometry((attention(), state)), pages=[64, 8], retention=Sparse())
+        m = Manager(Geometry((attention(), state)), slabs=8, retention=Sparse())
         run(m, text(17))
         assert hit(m, text(17)) == 16
 
@@ -146,7 +144,7 @@ def test_salt_and_lora_separate_prefixes(other: dict[str, str]) -> None:
 def test_a_fingerprint_separates_models() -> None:
     keys = []
     for model in ("m", "n"):
-        m = Manager(FULL, pages=[8], retention=Sparse(), fingerprint=Fingerprint(model=model))
+        m = Manager(FULL, slabs=8, retention=Sparse(), fingerprint=Fingerprint(model=model))
         handle = m.open(text(4))
         keys.append(bytes(m.digests(handle)[0]))
     assert keys[0] != keys[1]
@@ -209,7 +207,7 @@ def test_a_first_grant_starts_at_the_hit_and_shares_its_pages() -> None:
         assert grant == (12, 12, 14, 0, 0)
     assert m.block_table(one, A)[:3].tolist() == m.block_table(two, A)[:3].tolist()
     assert m.block_table(one, A)[3] != m.block_table(two, A)[3]
-    assert m.pool_stats(A).held == 5
+    assert held(m) == 5
 
 
 def test_a_later_grant_goes_on_from_what_is_committed() -> None:
@@ -234,15 +232,15 @@ def test_attention_alone_may_commit_a_part_of_its_grant() -> None:
 
 
 def test_no_space_changes_nothing() -> None:
-    m = hybrid(pages=4, states=4)
+    m = hybrid(slabs=8)
     run(m, text(9))
     first, second = m.open(text(12, 50)), m.open(text(12))
     compute(m, first, 12)
-    before = (m.pool_stats(A), m.pool_stats(S), m.info(second), m.lookup(second))
-    assert m.allocate(second, 8) is None  # two blocks, and only one page is left
-    assert (m.pool_stats(A), m.pool_stats(S), m.info(second), m.lookup(second)) == before
+    before = (m.arena_stats(), m.info(second), m.lookup(second))
+    assert m.allocate(second, 4) is None  # a block and a state, and one page is left
+    assert (m.arena_stats(), m.info(second), m.lookup(second)) == before
     m.finish(first)
-    assert m.allocate(second, 8)
+    assert m.allocate(second, 4)
     m.check()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.managing import HYBRID, A, S, compute, full, granted, hit, hybrid, run, text
+from core.managing import HYBRID, S, compute, full, granted, held, hit, hybrid, run, text
 
 from kvcache import Dense, Manager, Sparse
 
@@ -63,12 +63,12 @@ def test_an_adopted_state_is_read_and_never_written() -> None:
 
 
 def test_a_decoding_request_holds_two_state_pages() -> None:
-    m = hybrid(states=2)
+    m = hybrid(slabs=13)
     handle = m.open(text(9), max_tokens=40)
     for position in range(9, 40):
         compute(m, handle, position)
         m.extend(handle, [position])
-        assert m.pool_stats(S).held <= 2
+        assert held(m) <= -(-position // 4) + 2
     m.finish(handle)
     assert hit(m, text(41)) == 36
 
@@ -130,21 +130,21 @@ def test_pages_without_key_are_reused_before_any_key_is_evicted() -> None:
 
 
 def test_superseded_undeclared_states_are_the_first_victims() -> None:
-    m = hybrid(states=4)
+    m = hybrid(slabs=12)
     run(m, text(9, 50))  # state 8, older in time
     handle = m.open(text(9), max_tokens=16)
     compute(m, handle, 9)  # replay boundary 8
     m.extend(handle, text(7, 9))
     compute(m, handle, 16)  # 16 supersedes 8
     m.finish(handle)
-    run(m, text(5, 90))  # two states: a page that is new, and one victim
+    run(m, text(5, 90))  # two blocks and two states: three free pages, and one victim
     assert hit(m, text(9, 50)) == 8
     assert hit(m, text(17)) == 16
     assert hit(m, text(9)) == 0
 
 
 def test_a_declared_state_keeps_its_place_when_superseded() -> None:
-    m = hybrid(states=4)
+    m = hybrid(slabs=12)
     run(m, text(9, 50))
     handle = m.open(text(9), max_tokens=16, boundaries=[8])
     compute(m, handle, 9)
@@ -157,7 +157,7 @@ def test_a_declared_state_keeps_its_place_when_superseded() -> None:
 
 
 def test_a_state_declared_by_the_request_that_hits_it_keeps_its_place() -> None:
-    m = hybrid(states=4)
+    m = hybrid(slabs=11)
     run(m, text(9))  # leaves the state at 8, not declared
     run(m, text(5, 100))  # an unrelated, younger state
     handle = m.open(text(17), boundaries=[8])
@@ -169,14 +169,14 @@ def test_a_state_declared_by_the_request_that_hits_it_keeps_its_place() -> None:
 
 
 def test_states_of_an_interval_are_not_declared() -> None:
-    m = hybrid(Sparse(4), states=4)
+    m = hybrid(Sparse(4), slabs=9)
     run(m, text(13))  # states at 4 and 8 are superseded by 12
     run(m, text(5, 100))
     assert [hit(m, [*text(n), 99]) for n in (4, 8, 12)] == [0, 8, 12]
 
 
-def test_a_lone_request_gets_on_in_a_pool_of_two_states_whatever_it_keeps() -> None:
-    m = hybrid(Dense(), states=2)
+def test_a_lone_request_gets_on_in_the_smallest_arena_whatever_it_keeps() -> None:
+    m = hybrid(Dense(), slabs=HYBRID.slabs_needed(40))
     for _ in range(2):
         handle = m.open(text(30), max_tokens=40)
         done = m.lookup(handle).hit_tokens
@@ -190,17 +190,17 @@ def test_a_lone_request_gets_on_in_a_pool_of_two_states_whatever_it_keeps() -> N
             m.check()
             done = grant.end
         m.finish(handle)
-    assert m.pool_stats(S).created == 2
+    assert m.arena_stats().created == 12
 
 
 def test_a_shorter_grant_gives_back_what_a_longer_one_took() -> None:
-    m = hybrid(pages=10, states=4)
+    m = hybrid(slabs=16)
     handle = m.open(text(40))
     m.lookup(handle)
     assert granted(m.allocate(handle, 40)).end == 40
-    assert m.pool_stats(A).held == 10
+    assert held(m) == 12
     assert granted(m.allocate(handle, 3)).end == 3
-    assert m.pool_stats(A).held == 1
+    assert held(m) == 2
     other = m.open(text(36, 500))
     m.lookup(other)
     assert m.allocate(other, 36) is not None
@@ -208,7 +208,7 @@ def test_a_shorter_grant_gives_back_what_a_longer_one_took() -> None:
 
 
 def test_without_a_journal_no_key_is_remembered() -> None:
-    m = Manager(HYBRID, pages=[8, 8], retention=Sparse(), journal=False)
+    m = Manager(HYBRID, slabs=16, retention=Sparse(), journal=False)
     run(m, text(9))
     assert len(m.take_keyed()) == 0
     assert hit(m, text(9)) == 8

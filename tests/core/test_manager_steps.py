@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from core.managing import A, S, compute, full, granted, hit, hybrid, text
+from core.managing import A, compute, counts, full, granted, held, hit, hybrid, text
 
 from kvcache import Sparse
 
@@ -19,12 +19,12 @@ def test_pages_freed_under_an_open_step_are_free_when_it_ends() -> None:
     m.allocate(handle, 16)
     m.commit(handle, 16)
     m.abort(handle)
-    assert m.pool_stats(A)[2:5] == (0, 0, 4)  # free, cached, held
+    assert counts(m) == (0, 0, 4)  # free, cached, held
     waiting = m.open(text(4, 50))
     m.lookup(waiting)
     assert m.allocate(waiting, 4) is None
     m.end_step(step)
-    assert m.pool_stats(A)[2:5] == (4, 0, 0)
+    assert counts(m) == (4, 0, 0)
     assert m.allocate(waiting, 4)
 
 
@@ -41,9 +41,9 @@ def test_a_request_in_two_open_steps_is_busy_until_the_newer_ends() -> None:
     m.end_step(first)
     assert hit(m, text(16)) == 8
     m.finish(handle)
-    assert m.pool_stats(A).held == 4
+    assert held(m) == 4
     m.end_step(second)
-    assert m.pool_stats(A)[2:5] == (2, 2, 0)
+    assert counts(m) == (2, 2, 0)
     assert hit(m, text(17)) == 8  # what the second step wrote was dropped
 
 
@@ -53,7 +53,7 @@ def test_a_request_in_no_open_step_frees_its_pages_at_once() -> None:
     compute(m, handle, 8)
     m.begin_step()
     m.finish(handle)
-    assert m.pool_stats(A)[2:5] == (0, 2, 0)
+    assert counts(m) == (0, 2, 0)
 
 
 def test_twins_compute_the_same_block_and_the_first_writer_keeps_the_key() -> None:
@@ -69,7 +69,7 @@ def test_twins_compute_the_same_block_and_the_first_writer_keeps_the_key() -> No
     assert m.find_key(A, key) == m.block_table(one, A)[0]
     m.finish(one)
     m.finish(two)
-    assert m.pool_stats(A)[2:5] == (2, 2, 0)
+    assert counts(m) == (2, 2, 0)
     assert len(m.take_keyed()) == 2
 
 
@@ -130,7 +130,7 @@ def test_preempted_requests_resume_from_the_last_grid_point() -> None:
 
 def test_ten_thousand_random_steps_leak_no_page() -> None:
     rng = random.Random(1)
-    m = hybrid(Sparse(8), pages=24, states=12)
+    m = hybrid(Sparse(8), slabs=36)
     open_now: list[int] = []
     for i in range(10_000):
         if len(open_now) < 4:
@@ -165,5 +165,5 @@ def test_ten_thousand_random_steps_leak_no_page() -> None:
     for handle in open_now:
         m.abort(handle)
     m.check()
-    assert [m.pool_stats(g).held for g in (A, S)] == [0, 0]
-    assert m.pool_stats(A).evictions > 1000
+    assert held(m) == 0
+    assert m.arena_stats().evictions > 1000

@@ -8,19 +8,33 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvcache.bench.engine import hand_out
 from kvcache.core.records import StatePlan
-from kvcache.core.specs import FullAttention
 from kvcache.engine.chunk import Chunk
 from kvcache.engine.model import Model
 from kvcache.engine.runner import TorchRunner
 
 
-class Request:
-    """One request: which pages it has, and how far it is."""
+class Runner(TorchRunner):
+    """A runner whose groups have slabs of their own, so that each counts its pages from 0."""
 
-    def __init__(
-        self, runner: TorchRunner, tables: Sequence[Sequence[int]], state: int = 0
-    ) -> None:
+    def __init__(self, model: Model, pages: Sequence[int]) -> None:
+        slabs, numbers = hand_out(model.geometry, pages)
+        super().__init__(model, slabs)
+        self.first = [int(n[0]) for n in numbers]
+        """Number of each group's page 0 in the arena."""
+        self.counts = list(pages)
+
+    def pages(self, group: int) -> torch.Tensor:
+        """`[pages, page_bytes]`: those that the group was given."""
+        first = self.first[group]
+        return self.storage.raw[group][first : first + self.counts[group]]
+
+
+class Request:
+    """One request: which pages it has, and how far it is. Of each group they count from 0."""
+
+    def __init__(self, runner: Runner, tables: Sequence[Sequence[int]], state: int = 0) -> None:
         self.runner = runner
         self.tables = [np.array(t, np.int32) for t in tables]
         self.state = state
@@ -34,18 +48,16 @@ class Request:
         stops = {p: page for p, page in (snapshots or {}).items() if start < p <= end}
         stops.setdefault(end, self.state)
         positions = sorted(stops)
-        plan = StatePlan(
-            self.source,
-            np.array(positions, np.int64),
-            np.array([stops[p] for p in positions], np.int32),
-        )
+        targets = np.array([stops[p] for p in positions], np.int32)
         tables: list[NDArray[np.int32] | None] = []
         states: list[StatePlan | None] = []
         attention = iter(self.tables)
-        for spec in self.runner.geometry.groups:
-            full = isinstance(spec, FullAttention)
-            tables.append(next(attention) if full else None)
-            states.append(None if full else plan)
+        for rules, first in zip(self.runner.geometry.rules, self.runner.first, strict=True):
+            state = rules.kind == "state"
+            tables.append(None if state else next(attention) + np.int32(first))
+            source = self.source + first if self.source >= 0 else -1
+            plan = StatePlan(source, np.array(positions, np.int64), targets + np.int32(first))
+            states.append(plan if state else None)
         self.done, self.source = end, stops[end]
         return Chunk(tokens, start, tables, states)
 
@@ -53,21 +65,21 @@ class Request:
 def pages_for(model: Model, tokens: int, requests: int = 1, states: int = 16) -> list[int]:
     """Pool sizes with room to spare."""
     return [
-        requests * (-(-tokens // g.block_tokens) + 1) if isinstance(g, FullAttention) else states
-        for g in model.geometry.groups
+        states if r.kind == "state" else requests * (-(-tokens // r.block_tokens) + 1)
+        for r in model.geometry.rules
     ]
 
 
 def new_sequence(model: Model, tokens: int, seed: int | None = None, fill: float = 0.0) -> Request:
     """A request alone on a runner of its own; `seed` shuffles its pages, `fill` was in them."""
     pages = pages_for(model, tokens)
-    runner = TorchRunner(model, pages)
-    for raw in runner.storage.raw:
-        raw.view(torch.float32).fill_(fill)
+    runner = Runner(model, pages)
+    runner.storage.arena.view(torch.float32).fill_(fill)
     order = np.arange(pages[0])
     if seed is not None:
         np.random.default_rng(seed).shuffle(order)
-    return Request(runner, [order.tolist()], state=int(order[0]) % 16)
+    tables = [order.tolist() for r in model.geometry.rules if r.kind != "state"]
+    return Request(runner, tables, state=int(order[0]) % 16)
 
 
 def run(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from engine.stamp_runner import VOCAB, StampRunner, stamp_geometry
+from engine.stamp_runner import VOCAB, StampRunner, slabs_for, stamp_geometry
 
 from kvcache import (
     Manager,
@@ -36,24 +36,31 @@ class Rig(NamedTuple):
             assert self.offload.drain(DRAIN_SECONDS)
             self.offload.check()
         self.manager.check()
-        groups = range(len(self.manager.geometry.groups))
-        return sum(self.manager.pool_stats(g).held for g in groups)
+        return held_pages(self.manager)
+
+
+def held_pages(manager: Manager) -> int:
+    return sum(c.held for c in manager.arena_stats().classes)
 
 
 @contextmanager
 def rig(
-    pages: Sequence[int],
+    pages: Sequence[int] | int,
     *blocks: int,
     states: int = 0,
+    window: int = 0,
+    movable: bool = True,
     retention: RetentionPolicy | None = None,
     tier_pages: Sequence[int] | None = None,
     tier: dict[str, Any] | None = None,
     runner_type: type[StampRunner] = StampRunner,
     **limits: Any,
 ) -> Iterator[Rig]:
-    geometry = stamp_geometry(*(blocks or (16,)), states=states)
-    manager = Manager(geometry, pages=pages, retention=retention or Sparse())
-    runner = runner_type(geometry, pages)
+    """`pages`: the arena has room for so many of each group; or a number of slabs."""
+    geometry = stamp_geometry(*(blocks or (16,)), states=states, window=window)
+    slabs = pages if isinstance(pages, int) else slabs_for(geometry, pages)
+    manager = Manager(geometry, slabs=slabs, retention=retention or Sparse(), movable=movable)
+    runner = runner_type(geometry, slabs)
     offload = None
     if tier_pages is not None:
         connector = CpuConnector(geometry, pages=tier_pages, **(tier or {}))

@@ -1,9 +1,10 @@
 """An oracle for soundness: a runner whose KV says for which prefix it was written.
 
 Each token's KV is a stamp (hash of the prefix up to and with it, position, token), each state the
-stamp (hash of its prefix, position). A chunk reads the stamps of everything before it and checks
-that they are one unbroken chain of positions and tokens, equal in every group; its next token is a
-pure function of the whole prefix, so that `expected_output` knows the answer without any cache.
+stamp (hash of its prefix, position). A chunk reads the stamps of everything before it (of a window
+those inside it) and checks that they are one unbroken chain of positions and tokens, equal in every
+group; its next token is a pure function of the whole prefix, so that `expected_output` knows the
+answer without any cache.
 
 All chunks of a batch read before any of them writes: a hit on what the same step writes is seen.
 """
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvcache.connectors.base import PageRegion
 from kvcache.core.layout import Geometry
-from kvcache.core.specs import FullAttention, RecurrentState
+from kvcache.core.specs import FullAttention, RecurrentState, SlidingWindow
 from kvcache.engine.chunk import Chunk
 
 MASK = 2**64 - 1
@@ -44,30 +45,53 @@ def expected_output(prompt: Sequence[int], count: int) -> list[int]:
     return out
 
 
-def stamp_geometry(*blocks: int, states: int = 0) -> Geometry:
-    """Attention groups of the given block sizes, then `states` recurrent ones."""
+STATE_BYTES = 768
+"""Two pages of 16 tokens: slabs change hands between groups."""
+
+
+def stamp_geometry(*blocks: int, states: int = 0, window: int = 0) -> Geometry:
+    """Attention groups of the given block sizes, a window if any, then `states` recurrent ones."""
     attention = [
         FullAttention(
             name=f"attention{i}", layers=1, kv_heads=1, head_dim=3, block_tokens=b, element_bytes=4
         )
         for i, b in enumerate(blocks)
     ]
+    windows = [
+        SlidingWindow(
+            name=f"window{w}", layers=1, kv_heads=1, head_dim=3, window=w,
+            block_tokens=min(blocks), element_bytes=4,
+        )
+        for w in ([window] if window else [])
+    ]  # fmt: skip
     recurrent = [
-        RecurrentState(name=f"state{i}", layers=1, state_bytes_per_layer=16) for i in range(states)
+        RecurrentState(name=f"state{i}", layers=1, state_bytes_per_layer=STATE_BYTES)
+        for i in range(states)
     ]
-    return Geometry((*attention, *recurrent))
+    return Geometry((*attention, *windows, *recurrent))
+
+
+def slabs_for(geometry: Geometry, pages: Sequence[int]) -> int:
+    """An arena with room for so many pages of each group, whichever slabs they lie in."""
+    of_class = [0] * len(geometry.pages_per_slab)
+    for count, c in zip(pages, geometry.class_of_group, strict=True):
+        of_class[c] += count
+    return sum(-(-n // k) for n, k in zip(of_class, geometry.pages_per_slab, strict=True))
 
 
 class StampRunner:
-    def __init__(self, geometry: Geometry, pages: Sequence[int], context: int = 100_000) -> None:
+    def __init__(self, geometry: Geometry, slabs: int, context: int = 100_000) -> None:
         self.geometry = geometry
         self.vocab_size = VOCAB
         self.context_tokens = context
         self.steps: list[list[tuple[int, int]]] = []
         """[start, end) of each chunk of each step."""
-        self.memory: list[NDArray[np.uint64]] = [
-            np.zeros((n, spec.page_bytes // 8), np.uint64)
-            for n, spec in zip(pages, geometry.groups, strict=True)
+        self.moved_pages = 0
+        self.arena = np.zeros(slabs * geometry.slab_bytes // 8, np.uint64)
+        self.classes = [self.arena.reshape(-1, s // 8) for s in geometry.stride_bytes]
+        self.memory = [
+            self.classes[c][:, : spec.page_bytes // 8]
+            for spec, c in zip(geometry.groups, geometry.class_of_group, strict=True)
         ]
 
     @property
@@ -77,9 +101,14 @@ class StampRunner:
 
     def regions(self) -> list[PageRegion]:
         return [
-            PageRegion(m.ctypes.data, spec.page_bytes, len(m))
+            PageRegion(m.ctypes.data, spec.page_bytes, len(m), m.strides[0])
             for m, spec in zip(self.memory, self.geometry.groups, strict=True)
         ]
+
+    def move_pages(self, moves: NDArray[np.void]) -> None:
+        self.moved_pages += len(moves)
+        for size_class, source, target in moves.tolist():
+            self.classes[size_class][target] = self.classes[size_class][source]
 
     def run(self, chunks: Sequence[Chunk]) -> NDArray[np.int32]:
         self.steps.append([(c.start, c.end) for c in chunks])
@@ -88,9 +117,11 @@ class StampRunner:
         last = [self._write(c, value, written) for c, value in zip(chunks, before, strict=True)]
         return np.array([sample(value) for value in last], np.int32)
 
-    def _slots(self, group: int, chunk: Chunk) -> NDArray[np.uint64]:
-        block = self.geometry.block_tokens[group]
-        return self.memory[group].reshape(len(self.memory[group]), block, 3)
+    def _slots(self, group: int) -> NDArray[np.uint64]:
+        pages = self.memory[group]
+        return np.lib.stride_tricks.as_strided(
+            pages, (len(pages), self.geometry.block_tokens[group], 3), (pages.strides[0], 24, 8)
+        )
 
     def _read(self, chunk: Chunk) -> int:
         assert len(chunk.tokens) > 0
@@ -99,31 +130,33 @@ class StampRunner:
                 assert plan is None or plan.source == -1, "a state before the first token"
             return SEED
         seen: set[int] = set()
-        for g, spec in enumerate(self.geometry.groups):
-            if isinstance(spec, FullAttention):
-                seen.add(self._read_attention(g, chunk))
+        for g, rules in enumerate(self.geometry.rules):
+            if rules.kind != "state":
+                seen.update(self._read_attention(g, chunk))
             else:
                 plan = chunk.states[g]
                 assert plan is not None
                 assert plan.source >= 0, f"no state at {chunk.start}"
-                value, position = (int(v) for v in self.memory[g][plan.source])
+                value, position = (int(v) for v in self.memory[g][plan.source][:2])
                 assert position == chunk.start, f"state of {position}, wanted {chunk.start}"
                 seen.add(value)
         assert len(seen) == 1, f"groups disagree on the prefix of {chunk.start} tokens"
         return seen.pop()
 
-    def _read_attention(self, group: int, chunk: Chunk) -> int:
-        block = self.geometry.block_tokens[group]
-        positions = np.arange(chunk.start)
+    def _read_attention(self, group: int, chunk: Chunk) -> list[int]:
+        """The last stamp; none of a window that sees its own token only."""
+        block, rules = self.geometry.block_tokens[group], self.geometry.rules[group]
+        begin = rules.need_begin(chunk.start) if rules.kind == "span" else 0
+        positions = np.arange(begin, chunk.start)
         table = chunk.tables[group]
         assert table is not None
-        stamps = self._slots(group, chunk)[table[positions // block], positions % block]
+        stamps = self._slots(group)[table[positions // block], positions % block]
         hashes, where, tokens = stamps.T
         assert np.array_equal(where, positions.astype(np.uint64)), "KV of other positions"
         before = np.concatenate(([np.uint64(SEED)], hashes[:-1]))
         chain = before * np.uint64(STEP) + tokens + np.uint64(1)
-        assert np.array_equal(chain, hashes), "KV of another prefix"
-        return int(hashes[-1])
+        assert np.array_equal(chain[begin > 0 :], hashes[begin > 0 :]), "KV of another prefix"
+        return [int(h) for h in hashes[-1:]]
 
     def _write(self, chunk: Chunk, value: int, written: set[tuple[int, int, int]]) -> int:
         wanted: dict[int, list[tuple[int, int]]] = {}
@@ -133,17 +166,16 @@ class StampRunner:
         for offset, token in enumerate(chunk.tokens):
             position = chunk.start + offset
             value = extend_hash(value, token)
-            for g, spec in enumerate(self.geometry.groups):
-                table = chunk.tables[g]
-                if isinstance(spec, FullAttention) and table is not None:
+            for g, (rules, table) in enumerate(zip(self.geometry.rules, chunk.tables, strict=True)):
+                if rules.kind != "state" and table is not None:
                     page, slot = (
-                        int(table[position // spec.block_tokens]),
-                        position % (spec.block_tokens),
+                        int(table[position // rules.block_tokens]),
+                        position % (rules.block_tokens),
                     )
                     assert (g, page, slot) not in written, "two requests write one slot"
                     written.add((g, page, slot))
-                    self._slots(g, chunk)[page, slot] = (value, position, int(token))
+                    self._slots(g)[page, slot] = (value, position, int(token))
             for g, page in wanted.pop(position + 1, ()):
-                self.memory[g][page] = (value, position + 1)
+                self.memory[g][page][:2] = (value, position + 1)
         assert not wanted, f"states at {sorted(wanted)} lie outside the chunk"
         return value

@@ -40,11 +40,11 @@ def test_bad_prompts_are_refused_with_the_numbers() -> None:
         assert r.manager.stats().open_requests == 0
 
 
-def test_a_request_that_never_fits_is_refused_with_pool_and_settings() -> None:
+def test_a_request_that_never_fits_is_refused_with_sizes_and_settings() -> None:
     with rig([8]) as r:
         r.engine.add_request(tokens(100, 1), max_new_tokens=28)
         with pytest.raises(
-            CapacityError, match=r"129 tokens .* needs 9 pages .* 'attention0', its pool has 8"
+            CapacityError, match=r"129 tokens .* needs 9 slabs of 384 bytes, the arena has 8: give"
         ):
             r.engine.add_request(tokens(100, 1), max_new_tokens=29)
         r.engine.run()
@@ -67,9 +67,9 @@ def test_settings_below_zero_are_refused(name: str) -> None:
 
 def test_a_manager_of_another_geometry_is_refused() -> None:
     geometry = stamp_geometry(16)
-    manager = Manager(geometry, pages=[8], retention=Sparse())
+    manager = Manager(geometry, slabs=8, retention=Sparse())
     with pytest.raises(ConfigError, match="different geometries"):
-        Engine(StampRunner(stamp_geometry(8), [8]), manager)
+        Engine(StampRunner(stamp_geometry(8), 8), manager)
 
 
 def test_unknown_requests_are_refused() -> None:
@@ -192,6 +192,6 @@ def test_outputs_do_not_depend_on_pool_tier_or_budget(
 
 def test_an_offload_of_another_manager_is_refused() -> None:
     with rig([8], tier_pages=[8]) as r:
-        other = Manager(r.manager.geometry, pages=[8], retention=Sparse())
+        other = Manager(r.manager.geometry, slabs=8, retention=Sparse())
         with pytest.raises(ConfigError, match="offload was made for another manager"):
             Engine(r.runner, other, r.offload)

@@ -98,7 +98,7 @@ def test_a_request_whose_pages_never_come_free_is_given_up(tier_pages: list[int]
             r.manager.abort(probe)
             assert r.offload is not None
             assert r.offload.drain(DRAIN_SECONDS)
-        assert r.manager.pin(items).all()
+        assert (r.manager.pin(items) >= 0).all()
         stuck = r.engine.add_request(tokens(100, 2), max_new_tokens=1)
         after = r.engine.add_request(tokens(20, 3), max_new_tokens=2)
         results = r.engine.run()
@@ -167,7 +167,7 @@ def test_pages_that_come_free_within_stall_seconds_are_waited_for_without_a_tier
         prompt = tokens(64, 1)
         generate(r.engine, prompt, 1)
         items = r.manager.take_keyed()
-        assert r.manager.pin(items).all()
+        assert (r.manager.pin(items) >= 0).all()
         late = r.engine.add_request(tokens(100, 2), max_new_tokens=1)
         for _ in range(20):
             assert r.engine.step() == []

@@ -24,11 +24,11 @@ torch.set_num_threads(1)
 
 
 def torch_engine(
-    model: Model, pages: Sequence[int], host_pages: Sequence[int] | None = None, **limits: Any
+    model: Model, slabs: int, host_pages: Sequence[int] | None = None, **limits: Any
 ) -> tuple[Engine, Offload | None]:
     geometry = model.geometry
-    runner = TorchRunner(model, pages)
-    manager = Manager(geometry, pages=pages, retention=Sparse())
+    runner = TorchRunner(model, slabs)
+    manager = Manager(geometry, slabs=slabs, retention=Sparse(), movable=True)
     offload = None
     if host_pages is not None:
         offload = Offload(manager, CpuConnector(geometry, pages=host_pages), runner.regions())
@@ -58,8 +58,8 @@ def test_tiny_hybrid_says_the_same_with_any_pool_tier_and_budget() -> None:
     rng = random.Random(3)
     prompts = [[rng.randrange(256) for _ in range(60 + 20 * i)] for i in range(4)]
 
-    def outputs(pages: list[int], host: list[int] | None, **limits: Any) -> list[list[int]]:
-        engine, offload = torch_engine(model, pages, host, **limits)
+    def outputs(slabs: int, host: list[int] | None, **limits: Any) -> list[list[int]]:
+        engine, offload = torch_engine(model, slabs, host, **limits)
         got = play_turns(engine, offload, prompts, 3, 9)
         if host is not None:
             assert engine.counters.restored_tokens > 0
@@ -67,19 +67,19 @@ def test_tiny_hybrid_says_the_same_with_any_pool_tier_and_budget() -> None:
             offload.close()
         return got
 
-    reference = outputs([200, 60], None, token_budget=1000)
-    assert outputs([14, 6], None) == reference  # preempts and recomputes
-    assert outputs([14, 6], [100, 60]) == reference
-    assert outputs([14, 6], [100, 60], token_budget=20) == reference
+    reference = outputs(260, None, token_budget=1000)
+    assert outputs(20, None) == reference  # preempts and recomputes
+    assert outputs(20, [100, 60]) == reference
+    assert outputs(20, [100, 60], token_budget=20) == reference
 
 
 def test_smollm2_says_the_same_after_a_restore(smollm2_path: Path) -> None:
     model = load_model(smollm2_path)
     text = "The capital of France is Paris. The capital of Italy is Rome. " * 6
     prompt = load_tokenizer(smollm2_path).encode(text).tolist()
-    engine, _ = torch_engine(model, [40], token_budget=512)
+    engine, _ = torch_engine(model, 40, token_budget=512)
     reference = play_turns(engine, None, [prompt], 2, 6)
-    engine, offload = torch_engine(model, [16], [40], token_budget=512)
+    engine, offload = torch_engine(model, 16, [40], token_budget=512)
     assert offload is not None
     first = play_turns(engine, offload, [prompt], 1, 6)[0]
     engine._manager.clear()

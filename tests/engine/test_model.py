@@ -117,7 +117,7 @@ def test_a_prompt_in_chunks_computes_what_one_chunk_computes(model: Model) -> No
 def test_decoding_in_pages_computes_what_padded_dense_decoding_computes(model: Model) -> None:
     lengths = np.array([33, 3, 17, 48])
     prompts = [paged.random_tokens(model, n, seed=n) for n in lengths]
-    runner = paged.TorchRunner(model, paged.pages_for(model, 64, requests=4))
+    runner = paged.Runner(model, paged.pages_for(model, 64, requests=4))
     pages = np.random.default_rng(0).permutation(16).reshape(4, 4)
     requests = [paged.Request(runner, [pages[i]], state=i) for i in range(4)]
     dense = Dense(model, 4, 64)

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from kvcache.core.errors import ConfigError, InputError, MisuseError
 from kvcache.core.layout import Geometry
-from kvcache.core.records import StatePlan
+from kvcache.core.records import MOVE_DTYPE, UNLIMITED, StatePlan
 from kvcache.core.specs import FullAttention, RecurrentState
 from kvcache.engine import tiny
 from kvcache.engine.batch import make_batch
@@ -28,8 +28,8 @@ MODEL = tiny.build_model(seed=11)
 SMALL_BLOCKS = tiny.build_model(seed=11, block_tokens=4)
 
 
-def everything(runner: TorchRunner) -> list[torch.Tensor]:
-    return [raw.clone() for raw in runner.storage.raw]
+def everything(runner: paged.Runner) -> list[torch.Tensor]:
+    return [runner.storage.arena.clone()]
 
 
 # ---- which numbers the pages have does not matter -------------------------------------------------
@@ -95,7 +95,7 @@ def test_a_request_computes_the_same_alone_and_among_others(
     shapes: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     """(tokens before, tokens now) of each request, all in one step: decoding and chunks mixed."""
-    runner = TorchRunner(MODEL, paged.pages_for(MODEL, 100, requests=len(shapes)))
+    runner = paged.Runner(MODEL, paged.pages_for(MODEL, 100, requests=len(shapes)))
     pages = np.arange(8 * len(shapes)).reshape(len(shapes), 8)
     requests, chunks, alone = [], [], []
     for i, (before, now) in enumerate(shapes):
@@ -132,8 +132,8 @@ def test_a_restored_state_and_blocks_continue_bit_for_bit() -> None:
         other.state, other.source, other.done = 1, 9, start
         blocks = start // 16
         for source, target in zip(first.tables[0][:blocks], other.tables[0][:blocks], strict=True):
-            other.runner.storage.raw[0][int(target)] = first.runner.storage.raw[0][int(source)]
-        other.runner.storage.raw[1][9] = first.runner.storage.raw[1][snapshot]
+            other.runner.pages(0)[int(target)] = first.runner.pages(0)[int(source)]
+        other.runner.pages(1)[9] = first.runner.pages(1)[snapshot]
         restored = paged.run(other, tokens[start:], cuts=[60, 61, 62])
         assert all(map(torch.equal, restored, expected))
 
@@ -144,10 +144,10 @@ def test_a_source_page_that_is_not_a_target_is_only_read(count: int) -> None:
     request = paged.new_sequence(MODEL, 64)
     request.state = 2
     paged.run(request, tokens[:32], snapshots={32: 3})
-    before = request.runner.storage.raw[1][3].clone()
+    before = request.runner.pages(1)[3].clone()
     paged.run(request, tokens[32:])
-    assert torch.equal(request.runner.storage.raw[1][3], before)
-    assert not torch.equal(request.runner.storage.raw[1][2], before)
+    assert torch.equal(request.runner.pages(1)[3], before)
+    assert not torch.equal(request.runner.pages(1)[2], before)
 
 
 @pytest.mark.parametrize("count", [1, 20])
@@ -158,7 +158,7 @@ def test_a_state_is_updated_in_place_where_source_and_target_are_one(count: int)
     for request, snapshots in ((in_place, {}), (moved, {32: 3})):
         paged.run(request, tokens[:32], snapshots=snapshots)
         paged.run(request, tokens[32:])
-    a, b = in_place.runner.storage.raw[1], moved.runner.storage.raw[1]
+    a, b = in_place.runner.pages(1), moved.runner.pages(1)
     assert torch.equal(a[2], b[2])
 
 
@@ -168,7 +168,7 @@ def test_a_snapshot_holds_the_state_of_its_position() -> None:
     whole.state = stopped.state = 0
     paged.run(stopped, tokens[:32])
     paged.run(whole, tokens, snapshots={32: 7})
-    a, b = (r.runner.storage.raw[1].view(torch.float32) for r in (whole, stopped))
+    a, b = (r.runner.pages(1).view(torch.float32) for r in (whole, stopped))
     assert float((a[7] - b[0]).abs().max()) < 1e-5
     assert float((a[7] - a[0]).abs().max()) > 1e-2
 
@@ -177,20 +177,19 @@ def test_a_snapshot_holds_the_state_of_its_position() -> None:
 
 
 def test_a_step_writes_only_its_own_slots() -> None:
-    runner = TorchRunner(SMALL_BLOCKS, [12, 8])
-    for raw in runner.storage.raw:
-        raw.view(torch.float32).normal_(generator=torch.Generator().manual_seed(0))
+    runner = paged.Runner(SMALL_BLOCKS, [12, 8])
+    runner.storage.arena.view(torch.float32).normal_(generator=torch.Generator().manual_seed(0))
     shared = [1, 2]
     one = paged.Request(runner, [[*shared, 3, 4]], state=0)
     two = paged.Request(runner, [[*shared, 5, 6]], state=1)
     for request in (one, two):
         request.done, request.source = 8, 4
-    before = everything(runner)
+    before = [runner.pages(g).clone() for g in (0, 1)]
     tokens = paged.random_tokens(SMALL_BLOCKS, 6, seed=1)
     runner.run([one.chunk(tokens[:1]), two.chunk(tokens[1:])])
     written = [
         {i for i, (a, b) in enumerate(zip(old, new, strict=True)) if not torch.equal(a, b)}
-        for old, new in zip(before, runner.storage.raw, strict=True)
+        for old, new in zip(before, map(runner.pages, (0, 1)), strict=True)
     ]
     assert written == [{3, 5, 6}, {0, 1}]
 
@@ -240,15 +239,15 @@ def test_a_context_longer_than_the_models_is_refused(request_: paged.Request) ->
         ("1 tables and 2 states for 2 groups", {"tables": [None]}),
         ("1 pages for a context of 22 tokens, which needs 2", {"tables": [np.zeros(1, int), None]}),
         ("0 pages for a context", {"tables": [None, None]}),
-        ("page -1 is not one of its 5", {"tables": [np.array([0, -1]), None]}),
-        ("page 5 is not one of its 5", {"tables": [np.array([0, 5]), None]}),
+        ("page -1 is not one of the 21", {"tables": [np.array([0, -1]), None]}),
+        ("page 21 is not one of the 21", {"tables": [np.array([0, 21]), None]}),
         ("no state plan", {"states": [None, None]}),
         ("no state plan", {"states": [None, StatePlan(0, np.empty(0, int), np.empty(0, int))]}),
         ("do not cut", {"states": [None, StatePlan(0, np.array([21]), np.array([0]))]}),
         ("do not cut", {"states": [None, StatePlan(0, np.array([22, 22]), np.array([0, 1]))]}),
         ("do not cut", {"states": [None, StatePlan(0, np.array([20, 22]), np.array([0, 1]))]}),
         ("has no source", {"states": [None, StatePlan(-1, np.array([22]), np.array([0]))]}),
-        ("page 16 is not one", {"states": [None, StatePlan(16, np.array([22]), np.array([0]))]}),
+        ("page 21 is not one", {"states": [None, StatePlan(21, np.array([22]), np.array([0]))]}),
         ("page 99 is not one", {"states": [None, StatePlan(0, np.array([22]), np.array([99]))]}),
     ],
 )
@@ -267,7 +266,7 @@ def test_a_bad_chunk_stops_the_whole_step(request_: paged.Request) -> None:
 
 
 def test_a_step_without_chunks_does_nothing() -> None:
-    assert TorchRunner(MODEL, [1, 1]).run([]).tolist() == []
+    assert TorchRunner(MODEL, 1).run([]).tolist() == []
 
 
 # ---- results and memory ------------------------------------------------------------------------------
@@ -284,14 +283,28 @@ def test_gaps_tell_how_close_the_second_token_was(request_: paged.Request) -> No
 
 
 def test_regions_name_the_memory_of_every_group() -> None:
-    runner = TorchRunner(MODEL, [5, 3])
-    sizes = [g.page_bytes for g in MODEL.geometry.groups]
-    assert [(r.page_bytes, r.pages) for r in runner.regions()] == list(
-        zip(sizes, [5, 3], strict=True)
+    runner = TorchRunner(SMALL_BLOCKS, 3)
+    sizes = [g.page_bytes for g in SMALL_BLOCKS.geometry.groups]
+    assert sizes == [4 * 2 * 2 * 2 * 16 * 4, 2 * 4 * 16 * 16 * 4]
+    got = [(r.page_bytes, r.step_bytes, r.pages) for r in runner.regions()]
+    assert got == [(2048, 2048, 12), (8192, 8192, 3)]
+    assert [r.address for r in runner.regions()] == [runner.storage.arena.data_ptr()] * 2
+    assert len(runner.storage.arena) == 3 * SMALL_BLOCKS.geometry.slab_bytes
+
+
+def test_pages_are_moved_one_after_the_other() -> None:
+    storage = PagedStorage(SMALL_BLOCKS.geometry, 4)
+    attention, state = storage.raw
+    for page, bytes_ in enumerate(attention):
+        bytes_.fill_(page)
+    small, large = SMALL_BLOCKS.geometry.class_of_group
+    # Page 8 goes on to where page 9 was, that is in turn overwritten by a page of the other class.
+    moves = [(small, 8, 1), (small, 9, 8), (small, 1, 9), (large, 3, 0), (small, 8, 12)]
+    storage.move(np.array(moves, MOVE_DTYPE))
+    assert [int(attention[p][0]) for p in (8, 9, 12)] == [9, 8, 9]
+    assert torch.equal(
+        state[0].view(4, -1)[:, 0], torch.tensor([12, 13, 14, 15], dtype=torch.uint8)
     )
-    assert sizes == [16 * 2 * 2 * 2 * 16 * 4, 2 * 4 * 16 * 16 * 4]
-    for region, raw in zip(runner.regions(), runner.storage.raw, strict=True):
-        assert region.address == raw.data_ptr()
 
 
 def test_a_page_holds_layers_then_keys_and_values_then_tokens() -> None:
@@ -299,7 +312,7 @@ def test_a_page_holds_layers_then_keys_and_values_then_tokens() -> None:
     request.tables, request.state = [np.array([1, 2])], 0
     paged.run(request, np.array([9, 9, 9, 9, 7], np.int32))
     group = SMALL_BLOCKS.geometry.groups[0]
-    pages = request.runner.storage.raw[0].view(torch.float32)
+    pages = request.runner.pages(0).view(torch.float32)
     pages = pages.view(-1, group.layers, 2, group.block_tokens, group.kv_heads, group.head_dim)
     assert pages[1].abs().amin((-1, -2)).shape == (2, 2, 4)
     assert (pages[1].abs().amax((-1, -2)) > 0).all()
@@ -311,17 +324,16 @@ def test_a_page_holds_layers_then_keys_and_values_then_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pages", "match"),
+    ("slabs", "match"),
     [
-        ([4], "1 numbers for 2 groups"),
-        ([0, 4], "pages of group 'attention' is 0"),
-        ([4, -1], "pages of group 'state' is -1"),
-        ([1 << 45, 4], r"no memory for pools .* make the pools smaller"),
+        (0, "slabs is 0: it must be above 0"),
+        (UNLIMITED, "slabs is -1"),
+        (1 << 45, r"no memory for an arena of .* slabs .* give it fewer"),
     ],
 )
-def test_pools_that_cannot_be_are_refused(pages: list[int], match: str) -> None:
+def test_an_arena_that_cannot_be_is_refused(slabs: int, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        TorchRunner(MODEL, pages)
+        TorchRunner(MODEL, slabs)
 
 
 def test_elements_must_fit_the_storage_type() -> None:
@@ -329,10 +341,10 @@ def test_elements_must_fit_the_storage_type() -> None:
         name="a", layers=1, kv_heads=1, head_dim=8, block_tokens=4, element_bytes=2
     )
     with pytest.raises(ConfigError, match=r"elements of 2 bytes, torch\.float32 has 4"):
-        PagedStorage(Geometry((wide,)), [1])
+        PagedStorage(Geometry((wide,)), 1)
     odd = RecurrentState(name="s", layers=1, state_bytes_per_layer=6)
     with pytest.raises(ConfigError, match="not whole elements"):
-        PagedStorage(Geometry((odd,)), [1])
+        PagedStorage(Geometry((odd,)), 1)
 
 
 def test_padding_of_decoding_requests_is_bounded() -> None:

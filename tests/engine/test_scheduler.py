@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine.stamp_runner import VOCAB, StampRunner, expected_output, stamp_geometry
+from engine.rig import held_pages
+from engine.stamp_runner import VOCAB, StampRunner, expected_output, slabs_for, stamp_geometry
 from numpy.typing import NDArray
 
 from kvcache import ConfigError, Dense, Manager, Sparse
@@ -34,8 +35,9 @@ def make(
     **limits: int,
 ) -> tuple[Engine, CountingManager, StampRunner]:
     geometry = stamp_geometry(*(blocks or (16,)), states=states)
-    manager = CountingManager(geometry, pages=pages, retention=retention or Sparse())
-    runner = StampRunner(geometry, pages)
+    slabs = slabs_for(geometry, pages)
+    manager = CountingManager(geometry, slabs=slabs, retention=retention or Sparse())
+    runner = StampRunner(geometry, slabs)
     settings = EngineSettings(debug=True, **({"token_budget": 64, "max_requests": 4} | limits))
     return Engine(runner, manager, settings=settings), manager, runner
 
@@ -253,7 +255,7 @@ def test_a_request_that_fills_the_pool_completes_beside_others() -> None:
     results = engine.run()
     assert results[whole].tokens == expected_output(tokens(100, 9), 28)
     assert set(results) == {*small, whole, after}
-    assert manager.pool_stats(0).held == 0
+    assert held_pages(manager) == 0
 
 
 @pytest.mark.parametrize("retention", [Dense(), Sparse(), Sparse(32)])
@@ -271,7 +273,7 @@ def test_requests_that_fight_over_state_pages_all_end() -> None:
     ids = [engine.add_request(p, max_new_tokens=30) for p in prompts]
     results = engine.run()
     assert [results[i].tokens for i in ids] == [expected_output(p, 30) for p in prompts]
-    assert [manager.pool_stats(g).held for g in (0, 1)] == [0, 0]
+    assert held_pages(manager) == 0
 
 
 def test_half_computed_prompts_do_not_push_each_other_out() -> None:
@@ -327,7 +329,7 @@ def test_a_declared_boundary_serves_another_prompt_of_a_recurrent_model() -> Non
 def test_the_runner_reads_only_what_was_written_before_the_step() -> None:
     # The oracle itself: a chunk that claims a prefix which nobody wrote must be seen.
     geometry = stamp_geometry(16)
-    runner = StampRunner(geometry, [4])
+    runner = StampRunner(geometry, 4)
     table = np.array([0, 1], np.int32)
     chunk = Chunk(tokens=np.arange(4, dtype=np.int32), start=16, tables=[table], states=[None])
     with pytest.raises(AssertionError, match="KV of other positions"):
@@ -359,7 +361,7 @@ def test_cached_pages_of_a_hit_are_not_counted_as_free_once_more() -> None:
     engine.run()
     older = engine.add_request(tokens(128, 2), max_new_tokens=20)
     engine.step()
-    stats = manager.pool_stats(0)
+    (stats,) = manager.arena_stats().classes
     assert (stats.held, stats.cached) == (8, 6)
     # Needs 10 pages, of which 6 are cached: once it has those, there are 2 more.
     returning = engine.add_request([*prompt, *tokens(64, 3)], max_new_tokens=1)
@@ -392,8 +394,8 @@ class TableManager(CountingManager):
 
 def test_each_page_number_is_copied_once_while_a_request_holds_it() -> None:
     geometry = stamp_geometry(16)
-    manager = TableManager(geometry, pages=[40], retention=Sparse())
-    runner = StampRunner(geometry, [40])
+    manager = TableManager(geometry, slabs=40, retention=Sparse())
+    runner = StampRunner(geometry, 40)
     engine = Engine(runner, manager, settings=EngineSettings(token_budget=64, max_requests=4))
     prompt = tokens(200, 1)
     request = engine.add_request(prompt, max_new_tokens=100)

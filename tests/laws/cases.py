@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from hypothesis import HealthCheck, Phase, settings, strategies as st
 
-from kvcache import FullAttention, Geometry, RecurrentState
+from kvcache import Geometry
 from kvcache.core.retain import RetentionPolicy
+from kvcache.core.specs import (
+    ChunkedLocal,
+    Compressed,
+    CrossAttention,
+    FullAttention,
+    GroupSpec,
+    LatentAttention,
+    LatentWindow,
+    PoolingState,
+    RecurrentState,
+    RingBuffer,
+    SlidingWindow,
+)
 from kvcache.retention import Dense, Sparse
 
 SCALE = int(os.environ.get("KVCACHE_TEST_SCALE", "1"))
@@ -32,44 +46,135 @@ def law(examples: int, *, steps: int = 50) -> settings:
     )
 
 
-def full(name: str, block_tokens: int) -> FullAttention:
-    return FullAttention(name=name, layers=1, kv_heads=1, head_dim=8, block_tokens=block_tokens)
+def full(
+    name: str, block_tokens: int, *, width: int = 4, draft: int = 0, shards: int = 1
+) -> FullAttention:
+    """A page has `2 * width` bytes for each of its tokens."""
+    return FullAttention(
+        name=name,
+        layers=1,
+        kv_heads=1,
+        head_dim=width,
+        block_tokens=block_tokens,
+        element_bytes=1,
+        lookahead_tokens=draft,
+        dcp_shards=shards,
+    )
 
 
-def state(name: str) -> RecurrentState:
-    return RecurrentState(name=name, layers=1, state_bytes_per_layer=64)
+def window(
+    name: str, window_tokens: int, block_tokens: int, *, width: int = 4, draft: int = 0
+) -> SlidingWindow:
+    return SlidingWindow(
+        name=name,
+        layers=1,
+        kv_heads=1,
+        head_dim=width,
+        window=window_tokens,
+        block_tokens=block_tokens,
+        element_bytes=1,
+        lookahead_tokens=draft,
+    )
 
+
+def state(name: str, page_bytes: int = 96, *, speculative: int = 0) -> RecurrentState:
+    return RecurrentState(
+        name=name, layers=1, state_bytes_per_layer=page_bytes, speculative_tokens=speculative
+    )
+
+
+def geometry(*groups: GroupSpec, state_grid: int = 16) -> Geometry:
+    return Geometry(groups, state_grid_tokens=state_grid, page_alignment_bytes=1)
+
+
+KIMI = LatentAttention(name="a", layers=1, block_tokens=4, rank=3, rope_dim=1, element_bytes=1)
+CHUNKED = ChunkedLocal(
+    name="c", layers=1, kv_heads=1, head_dim=8, chunk_tokens=12, block_tokens=4, element_bytes=1
+)
+DEEPSEEK = (
+    Compressed(name="csa", layers=1, ratio=4, entry_bytes=8, index_bytes=2, block_tokens=8),
+    Compressed(name="hca", layers=1, ratio=16, entry_bytes=8, block_tokens=16),
+    LatentWindow(name="w", layers=1, entry_bytes=4, window=7, block_tokens=4),
+    PoolingState(name="p", layers=1, ratio=4, token_bytes=4, block_tokens=2, overlap=True),
+    PoolingState(name="q", layers=1, ratio=16, token_bytes=2, block_tokens=4),
+)
+"""Ratio 16 stands for 128, window 7 for 128."""
+RING = RingBuffer(name="r", layers=1, ring_tokens=4, token_bytes=8)
+CROSS = CrossAttention(
+    name="x",
+    layers=1,
+    kv_heads=1,
+    head_dim=4,
+    max_encoder_tokens=7,
+    block_tokens=4,
+    element_bytes=1,
+)
 
 GEOMETRIES = {
-    "full": Geometry((full("a", 4),)),
-    "hybrid": Geometry((full("a", 4), state("s"))),
-    "recurrent": Geometry((state("s"),), state_grid_tokens=4),
-    "two sizes": Geometry((full("a", 2), full("b", 4), state("s"))),
-    "coprime": Geometry((state("s"), full("a", 4), full("b", 6), state("t"))),
+    "full": geometry(full("a", 4)),
+    "hybrid": geometry(full("a", 4), state("s")),
+    "recurrent": geometry(state("s"), state_grid=4),
+    "two sizes": geometry(full("a", 2), full("b", 4), state("s")),
+    "coprime": geometry(state("s"), full("a", 4), full("b", 6), state("t")),
+    "speculative": geometry(full("a", 4), state("s", speculative=2)),
+    "gpt-oss": geometry(full("a", 4), window("w", 8, 2)),
+    "gemma": geometry(full("a", 4), *(window(f"w{i}", 6, 4, width=8) for i in range(3))),
+    "kimi": geometry(KIMI, state("s", 112), state("t", 112)),
+    "deepseek": geometry(*DEEPSEEK),
+    "three kinds": geometry(full("a", 8), window("w", 13, 4), state("s", 128)),
+    "chunked": geometry(full("a", 4), CHUNKED),
+    "window": geometry(window("w", 7, 2)),
+    "draft": geometry(full("a", 4), state("s"), full("d", 4, draft=1)),
+    "draft window": geometry(full("a", 4), window("w", 8, 4), window("d", 7, 2, draft=2)),
+    "private": geometry(full("a", 4), RING, CROSS),
+    "dcp": geometry(full("a", 4, shards=2), state("s")),
 }
-"""The last two differ in hash unit and grid: 2 and 4, 2 and 12."""
+"""Scaled down. `two sizes` and `coprime` differ in hash unit and grid: 2 and 4, 2 and 12; `hybrid`
+stands for Qwen3.5 (GDN and full), `kimi` for Kimi K3 (MLA and KDA), `deepseek` for DeepSeek V4."""
+
+ONE_SIZE = {
+    "state": geometry(full("a", 4), state("s", 32)),
+    "window": geometry(full("a", 4), window("w", 9, 4)),
+    "three kinds": geometry(full("a", 4), window("w", 6, 4), state("s", 32)),
+    "small blocks": geometry(full("a", 8, width=2), window("w", 9, 4), state("s", 32)),
+    "full": geometry(full("a", 4)),
+}
+"""All pages of one size, one a slab: then eviction has one exact order."""
 
 names = st.sampled_from(sorted(GEOMETRIES))
-with_states = st.sampled_from([n for n in sorted(GEOMETRIES) if n != "full"])
-intervals = st.sampled_from([None, 0, 1, 2, 3])
-"""None: dense; otherwise grid units between states."""
+with_sparse = st.sampled_from([n for n in sorted(GEOMETRIES) if n not in ("full", "private")])
+"""Those with something that a policy decides on."""
+MIXED = -1
+intervals = st.sampled_from([None, 0, 1, 2, 3, MIXED])
+"""None: dense; otherwise grid units between what is kept; mixed: another number for each group."""
 chunk_plans = st.lists(st.integers(1, 30), min_size=1, max_size=4)
 """Tokens per step, used in a circle."""
 token = st.integers(0, 2)
 """So few that independent prompts share prefixes."""
 
 
+STORIES = tuple(tuple(random.Random(seed).choices((0, 1, 2), k=64)) for seed in range(12))
+"""Texts are heads of these: few enough that independent prompts share prefixes."""
+
+
 def texts(most: int, *, least: int = 1) -> st.SearchStrategy[list[int]]:
-    """Token lists of evenly spread lengths (plain `st.lists` prefers short ones)."""
-    lengths = st.integers(least, most)
-    return lengths.flatmap(lambda n: st.lists(token, min_size=n, max_size=n))
+    """Token lists of evenly spread lengths, at the price of two drawn numbers."""
+    return st.builds(
+        lambda story, length: list(story[:length]),
+        st.sampled_from(STORIES),
+        st.integers(least, most),
+    )
 
 
 prompts = texts(40)
 
 
 def policy_of(geometry: Geometry, interval: int | None) -> RetentionPolicy:
-    return Dense() if interval is None else Sparse(interval * geometry.grid_tokens)
+    grid = geometry.grid_tokens
+    if interval == MIXED:
+        names = [group.name for group in geometry.groups]
+        return Sparse(0, {name: (i + 1) % 3 * grid for i, name in enumerate(names)})
+    return Dense() if interval is None else Sparse(interval * grid)
 
 
 class Turn(NamedTuple):

@@ -1,101 +1,156 @@
-"""Stamps instead of bytes: what each page holds, and the key under which it should be found."""
+"""Stamps instead of bytes: what each page holds, and the digest under which it should be found."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import numpy as np
-from laws.oracle import Oracle, Prefix, Space
+from laws.oracle import Key, Oracle, Space
 from laws.records import Page, Request, Work
 
 from kvcache.core.hashing import NATIVE_NAMESPACE, Fingerprint, root_digest
-from kvcache.core.records import StatePlan
 
-GARBAGE: Prefix = (("garbage", ""), ())
+Stamp = tuple[int, Space, tuple[int, ...]]
+"""Group, space, and the tokens that an entry depends on."""
+GARBAGE: Stamp = (-1, ("garbage",), ())
+NOBODY: list[Stamp] = []
 
 
 class Content:
-    """For each token slot of an attention page the prefix that ends with its token; for a state
-    page the prefix that it summarises.
+    """For each token slot of a page the stamp of its entry; one slot for a state or private page.
+
+    Pages are named by size class and number: groups of one class share the numbers.
     """
 
     def __init__(self, oracle: Oracle) -> None:
         self.oracle = oracle
-        self.pages: dict[Page, list[Prefix]] = {}
+        self.pages: dict[Page, list[Stamp]] = {}
 
-    def slots(self, group: int) -> int:
-        return self.oracle.blocks[group] if self.oracle.is_attention[group] else 1
+    def stamp(self, group: int, space: Space, tokens: Iterable[int], end: int) -> Stamp:
+        """Of the entry of token `end - 1`: drafts depend on the tokens that follow, too."""
+        last = end + self.oracle.rules[group].lookahead_tokens
+        return (group, space, tuple(tokens)[:last])
 
-    def expected(self, group: int, prefix: Prefix) -> list[Prefix]:
-        """What a page holds whose key is `prefix`."""
-        space, tokens = prefix
-        first = len(tokens) - self.slots(group) + 1
-        return [(space, tokens[:end]) for end in range(first, len(tokens) + 1)]
+    def expected(self, group: int, key: Key) -> list[Stamp]:
+        """What a page holds that is found under `key`."""
+        if self.oracle.rules[group].kind == "state":
+            return [(group, key.space, key.tokens)]
+        first = key.end - self.oracle.blocks[group] + 1
+        ends = range(first, key.end + 1)
+        return [self.stamp(group, key.space, key.tokens, end) for end in ends]
 
     def scribble(self, page: Page) -> None:
-        self.pages[page] = [GARBAGE] * self.slots(page[0])
+        self.pages[page] = [GARBAGE]
 
-    def fill(self, page: Page, prefix: Prefix) -> None:
-        self.pages[page] = self.expected(page[0], prefix)
+    def move(self, old: Page, new: Page) -> None:
+        self.pages[new] = self.pages.pop(old)
+        self.scribble(old)
 
     def write(self, work: Work) -> None:
         """The writes of one request's step land; a dropped request's are of no known content."""
         if not work.live:
-            for page in work.written(self.oracle.blocks):
+            for page in work.written():
                 self.scribble(page)
             return
+        request = work.request
         for group, table in work.tables.items():
-            block = self.oracle.blocks[group]
-            for at in range(work.start, work.end):
-                self.pages[group, table[at // block]][at % block] = work.request.prefix(at + 1)
+            for end in range(work.start + 1, work.end + 1):
+                self._put(work, group, table, end)
         for group, plan in work.plans.items():
             for position, page in zip(plan.positions.tolist(), plan.pages.tolist(), strict=True):
-                self.fill((group, page), work.request.prefix(position))
+                if position > work.end:  # after a draft that was wrong
+                    self.scribble(work.page(group, page))
+                    continue
+                key = Key(request.space, tuple(request.tokens[:position]), position)
+                self.pages[work.page(group, page)] = self.expected(group, key)
+        for group, table in work.private.items():
+            for page in table:
+                self.pages[work.page(group, page)] = [self._private(group, request)]
 
-    def verify_reads(
-        self,
-        request: Request,
-        end: int,
-        tables: dict[int, list[int]],
-        plans: dict[int, StatePlan],
-    ) -> None:
-        """Law 3: what is read for tokens from `end` on was written for exactly this prefix."""
-        for group, table in tables.items():
-            block = self.oracle.blocks[group]
-            for at in range(end):
-                stamp = self.pages[group, table[at // block]][at % block]
-                assert stamp == request.prefix(at + 1), f"token {at} of group {group}: {stamp}"
-        for group, plan in plans.items():
-            if end:
-                (stamp,) = self.pages[group, plan.source]
-                assert stamp == request.prefix(end), f"state {end} of group {group}: {stamp}"
+    def _put(self, work: Work, group: int, table: list[int], end: int) -> None:
+        block = self.oracle.blocks[group]
+        page = work.page(group, table[(end - 1) // block])
+        slots = self.pages[page]
+        if len(slots) != block:
+            slots = self.pages[page] = [GARBAGE] * block
+        request = work.request
+        slots[(end - 1) % block] = self.stamp(group, request.space, request.tokens, end)
+
+    def complete_drafts(self, request: Request, known: int) -> None:
+        """The draft entries of the last tokens depend on tokens that have just become known."""
+        for group in self.oracle.drafts:
+            block, table = self.oracle.blocks[group], request.tables.get(group, [])
+            first = max(0, known - self.oracle.rules[group].lookahead_tokens)
+            for end in range(first + 1, min(request.computed, len(table) * block) + 1):
+                number = table[(end - 1) // block]
+                slots = self.pages.get(request.page(group, number), NOBODY)
+                if number >= 0 and len(slots) == block and slots[(end - 1) % block] != GARBAGE:
+                    stamp = self.stamp(group, request.space, request.tokens, end)
+                    slots[(end - 1) % block] = stamp
+
+    def _private(self, group: int, request: Request) -> Stamp:
+        return (group, ("private", str(request.handle)), ())
+
+    def verify_reads(self, work: Work) -> None:
+        """Law 3: what is read for tokens from `start` on was written for exactly this prefix."""
+        request, start = work.request, work.start
+        for group, table in work.tables.items():
+            if group not in self.oracle.drafts:
+                self._verify_table(work, group, table)
+        for group, plan in work.plans.items():
+            if start:
+                (stamp,) = self.pages[work.page(group, plan.source)]
+                right = (group, request.space, tuple(request.tokens[:start]))
+                assert stamp == right, f"state {start} of group {group}: {stamp}"
+        for group, table in work.private.items():
+            for page in table if request.wrote_private else ():
+                (stamp,) = self.pages[work.page(group, page)]
+                assert stamp == self._private(group, request), f"private {page}: {stamp}"
+
+    def _verify_table(self, work: Work, group: int, table: list[int]) -> None:
+        block, request = self.oracle.blocks[group], work.request
+        for end in range(self.oracle.begin(group, work.start) + 1, work.start + 1):
+            number = table[(end - 1) // block]
+            assert number >= 0, f"group {group} gave token {end - 1} up, which {work.start} reads"
+            slots = self.pages[work.page(group, number)]
+            stamp = slots[(end - 1) % block] if len(slots) == block else GARBAGE
+            right = self.stamp(group, request.space, request.tokens, end)
+            assert stamp == right, f"token {end - 1} of group {group}: {stamp}"
 
 
-class Keys:
-    """Digests by hashlib, for native and foreign prefixes."""
+class Digests:
+    """Digests by hashlib, for native and foreign keys. A space is (kind, salt)."""
 
-    def __init__(self, hash_unit_tokens: int) -> None:
-        self.unit = hash_unit_tokens
-        self._known: dict[Prefix, bytes] = {}
+    def __init__(self, oracle: Oracle) -> None:
+        self.oracle = oracle
+        self._units: dict[tuple[Space, tuple[int, ...]], bytes] = {}
 
     def root(self, space: Space) -> bytes:
-        return root_digest(Fingerprint(), hash_unit_tokens=self.unit, salt=space[1])
+        return root_digest(Fingerprint(), hash_unit_tokens=self.oracle.unit, salt=space[1])
 
     def namespace(self, space: Space) -> bytes:
         return self.root(space) if space[0] == "foreign" else NATIVE_NAMESPACE
 
-    def digest(self, prefix: Prefix) -> bytes:
-        """Key of a prefix, a whole number of hash units long."""
-        found = self._known.get(prefix)
+    def of(self, group: int, key: Key) -> bytes:
+        """The digest of the last unit that a key covers; a part of a unit says which one."""
+        digest, block = self.unit(key.space, key.tokens), self.oracle.blocks[group]
+        if block >= self.oracle.unit:
+            return digest
+        after = -key.end % self.oracle.unit // block
+        return digest[:28] + (int.from_bytes(digest[28:], "little") ^ after).to_bytes(4, "little")
+
+    def unit(self, space: Space, tokens: tuple[int, ...]) -> bytes:
+        """The link of the chain that ends with these tokens, a whole number of units."""
+        found = self._units.get((space, tokens))
         if found is None:
-            space, tokens = prefix
             if space[0] == "foreign":
                 found = hashlib.sha256(repr(tokens).encode()).digest()
             else:
-                before = tokens[: -self.unit]
-                parent = self.digest((space, before)) if before else self.root(space)
-                block = np.array(tokens[-self.unit :], "<i4").tobytes()
+                before = tokens[: -self.oracle.unit]
+                parent = self.unit(space, before) if before else self.root(space)
+                block = np.array(tokens[-self.oracle.unit :], "<i4").tobytes()
                 domain = b"kvcache/block/1".ljust(64, b"\0")
                 found = hashlib.sha256(domain + parent + block).digest()
-            self._known[prefix] = found
+            self._units[space, tokens] = found
         return found

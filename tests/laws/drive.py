@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from laws.cases import Turn
 from laws.engine import Engine
-from laws.oracle import Prefix
+from laws.grants import allocate
+from laws.oracle import Key
 from laws.records import Request
+from laws.verify import verify
 
 ONE_CHUNK = (10**6,)
 
@@ -17,7 +19,7 @@ def open_request(
     engine: Engine, tokens: Sequence[int], *, output: int = 0, boundaries: Sequence[int] = ()
 ) -> Request:
     request = engine.open(tokens, max_tokens=len(tokens) + output, boundaries=boundaries)
-    assert request, "this test gives its pools room for one request"
+    assert request, "this test gives its arena room for one request"
     return request
 
 
@@ -40,7 +42,8 @@ def compute(
 ) -> None:
     """Computes known tokens up to `upto` (all), one chunk a step; the steps' ends may overlap.
 
-    Where the pools have no room for a chunk, the open steps are ended, then the chunk is halved.
+    Where there is no room for a chunk, the open steps are ended; then it must fit, wholly or in
+    part, or the request must start again, once.
     """
     end = len(request.tokens) if upto is None else upto
     sizes = itertools.cycle(chunks)
@@ -50,20 +53,27 @@ def compute(
         at = request.hit.hit_tokens if request.hit else request.committed
         size = max(0, min(next(sizes), end - at))  # 0: the hit reaches beyond the end
         engine.begin_step()
-        while engine.allocate(request, size) is None:
+        if allocate(engine, request, size) is None:
             drain(engine)
+            if allocate(engine, request, size) is None:
+                restart(engine, request)
+                continue
             engine.begin_step()
-            if engine.allocate(request, size) is not None:
-                break
-            assert size > 1, "a lone request must always get one token"
-            size //= 2
-        if size:
+        if request.granted > request.committed:
             engine.commit(request)
-        engine.verify()
+        verify(engine)
         while engine.steps and (not overlap or len(engine.steps) == engine.max_open_steps):
             engine.end_step()
     drain(engine)
-    engine.verify()
+    verify(engine)
+
+
+def restart(engine: Engine, request: Request) -> None:
+    """What the manager asks the oldest request for, when only its own pages are in its way."""
+    why = engine.manager.blockage(request.handle)
+    assert why == "restart", f"a lone request is blocked by {why!r}"
+    assert request.state == "running", "a lone request cannot even start"
+    engine.preempt(request)
 
 
 def drain(engine: Engine) -> None:
@@ -92,7 +102,7 @@ def run(
     compute(engine, request, chunks=chunks, overlap=overlap)
     decode(engine, request, output)
     engine.finish(request)
-    engine.verify()
+    verify(engine)
     return request.tokens
 
 
@@ -104,12 +114,14 @@ def replay(engine: Engine, history: Sequence[Turn]) -> list[list[int]]:
     return done
 
 
-def found_keys(engine: Engine, texts: Sequence[Sequence[int]]) -> list[set[Prefix]]:
+def found_keys(engine: Engine, texts: Sequence[Sequence[int]]) -> list[set[Key]]:
     """Of all prefixes of these texts, those that have a key, group by group."""
-    unit = engine.geometry.hash_unit_tokens
-    prefixes = {
-        (("native", ""), tuple(text[:end]))
-        for text in texts
-        for end in range(unit, len(text) + 1, unit)
-    }
-    return [{p for p in prefixes if engine.find(g, p) >= 0} for g in engine.groups]
+    found: list[set[Key]] = []
+    for g, block in enumerate(engine.oracle.blocks):
+        keys = {
+            engine.oracle.key(g, ("native", ""), text, end)
+            for text in texts
+            for end in (range(block, len(text) + 1, block) if block else ())
+        }
+        found.append({key for key in keys if key and engine.find(g, key) >= 0})
+    return found

@@ -2,113 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
-from hypothesis import note, strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
 from laws import cases
-from laws.engine import Engine
-from laws.oracle import Prefix
+from laws.grants import abandon_load, end_load
+from laws.machine_base import LONGEST, MachineBase, chunks, cuts, outputs, picks, sizes, tails
 from laws.records import Request
+from laws.verify import verify
 
 from kvcache.core.errors import MisuseError
 
-LONGEST = 56
-"""Tokens that a request may reach, prompt and output."""
-MOST_REQUESTS = 7
-picks = st.integers(0, 2**16)
-sizes = st.lists(st.integers(0, 24), min_size=1, max_size=4)
-tails = cases.texts(20)
-outputs = st.integers(0, 16)
-cuts = st.sampled_from([0, 0, 12, LONGEST])
 
-
-class ManagerMachine(RuleBasedStateMachine):
+class ManagerMachine(MachineBase):
     """Each rule asserts what the laws say of it; `verify` runs after every rule."""
-
-    engine: Engine
-
-    @initialize(
-        name=cases.names,
-        interval=cases.intervals,
-        spare=st.sampled_from([None, None, 0, 1, 2, 4, 8]),
-        longest=st.sampled_from([24, LONGEST]),
-        max_open_steps=st.integers(1, 3),
-        first=tails,
-        output=outputs,
-        elsewhere=cuts,
-    )
-    def build(
-        self,
-        name: str,
-        interval: int | None,
-        spare: int | None,
-        longest: int,
-        max_open_steps: int,
-        first: list[int],
-        output: int,
-        elsewhere: int,
-    ) -> None:
-        """`spare` pages beyond what one request of `longest` tokens needs; None: no bound."""
-        geometry = cases.GEOMETRIES[name]
-        pages = None if spare is None else [n + spare for n in geometry.pages_needed(longest)]
-        policy = cases.policy_of(geometry, interval)
-        self.engine = Engine(geometry, policy, pages=pages, max_open_steps=max_open_steps)
-        self.tier: list[set[Prefix]] = [set() for _ in self.engine.groups]
-        self.items = self.engine.manager.take_keyed()
-        self.history: list[Request] = []
-        self.longest = longest
-        self.open(first, output, elsewhere)
-
-    # ---- who
-
-    def some(self, pick: int, *states: str) -> Request:
-        found = [r for r in self.engine.requests if r.state in states]
-        return found[pick % len(found)]
-
-    def any_in(self, *states: str) -> bool:
-        return any(r.state in states for r in self.engine.requests)
-
-    def has_room(self) -> bool:
-        return len(self.engine.requests) < MOST_REQUESTS
 
     # ---- requests come
 
-    def open(
-        self,
-        tokens: Sequence[int],
-        output: int,
-        elsewhere: int,
-        *,
-        salt: str = "",
-        foreign: bool = False,
-        boundaries: Sequence[int] = (),
-    ) -> None:
-        """Another replica may have stored a head of the prompt: blocks to a cut, the state there."""
-        tokens = tokens[: max(self.longest - output, 1)]
-        request = self.engine.open(
-            tokens,
-            max_tokens=len(tokens) + output,
-            salt=salt,
-            foreign=foreign,
-            boundaries=[b for b in boundaries if b <= len(tokens)],
-        )
-        if request:
-            self.history.append(request)
-            end = min(elsewhere, request.prompt) // self.engine.oracle.grid
-            for g in self.engine.groups:
-                needed = self.engine.oracle.needs(g, end * self.engine.oracle.grid)
-                self.tier[g].update(request.prefix(e) for e in needed if request.has_key(e))
-
-    @precondition(has_room)
+    @precondition(lambda self: self.has_room())
     @rule(
         pick=picks,
         cut=st.integers(0, LONGEST),
@@ -139,6 +51,27 @@ class ManagerMachine(RuleBasedStateMachine):
         prompt = old.tokens[: old.prompt]
         self.open(prompt, output, elsewhere, salt=old.space[1], foreign=foreign)
 
+    @precondition(lambda self: self.has_room() and self.history)
+    @rule(pick=picks, cut=st.integers(0, LONGEST), tail=tails, output=outputs, chunk=chunks)
+    def whole_turn(self, pick: int, cut: int, tail: list[int], output: int, chunk: int) -> None:
+        """From open to finish, as far as there is space: fills the cache."""
+        head = self.history[pick % len(self.history)].tokens[:cut]
+        request = self.open([*head, *tail], output, 0)
+        while request and request.committed < request.max_tokens:
+            if len(self.engine.steps) == self.engine.max_open_steps:
+                self.end_step(pick % 3)
+            if request.state == "waiting":
+                self.lookup(request, [])
+            if not self.grant(request, chunk):
+                break
+            self.engine.begin_step()
+            if request.granted > request.committed:
+                self.engine.commit(request)
+        while self.engine.steps:
+            self.end_step(pick % 3)
+        if request:
+            self.engine.finish(request)
+
     @precondition(lambda self: self.any_in("running"))
     @rule(pick=picks, tail=tails, output=outputs)
     def next_turn(self, pick: int, tail: list[int], output: int) -> None:
@@ -155,30 +88,6 @@ class ManagerMachine(RuleBasedStateMachine):
         self.engine.extend(request, [sample] * min(count, room))
 
     # ---- lookup and allocation
-
-    def lookup(self, request: Request, tier: Sequence[set[Prefix]]) -> None:
-        """Law 4: the hit equals brute force over the keys that are there. Losses add up."""
-        engine = self.engine
-        hit = engine.lookup(request, tier)
-        resident = engine.resident()
-        walk = engine.walk(request, resident, tier)
-        junction = walk.attention if engine.attention and engine.recurrent else 0
-        note(f"{hit} {walk}")
-        assert hit.hit_tokens == walk.hit
-        assert hit.device_tokens == engine.walk(request, resident).hit
-        pending = engine.pending(orphans=True)
-        assert hit.pending_tokens >= walk.hit
-        assert hit.pending_tokens <= engine.walk(request, resident, tier, pending).hit
-        assert hit.junction == (junction if junction > walk.hit else 0)
-        n = len(request.tokens)
-        assert hit.hit_tokens + sum(hit.lost.values()) == n
-        assert min(hit.lost.values()) >= 0
-        assert hit.lost["last_block"] == n - engine.oracle.limit(n)
-        if engine.unlimited:
-            assert hit.lost["evicted"] == 0
-        elif not any(pending):
-            once = engine.walk(request, engine.ever).hit
-            assert hit.hit_tokens + hit.lost["evicted"] >= once, f"{hit}, without eviction {once}"
 
     @precondition(lambda self: self.any_in("waiting"))
     @rule(pick=picks, use_tier=st.booleans())
@@ -199,15 +108,6 @@ class ManagerMachine(RuleBasedStateMachine):
     def grant_outside_a_step(self, pick: int, size: int) -> None:
         """Also replaces a grant that was not committed."""
         self.grant(self.some(pick, "running"), size)
-
-    def grant(self, request: Request, size: int) -> None:
-        """At most one token beyond the known ones (it is being sampled)."""
-        start = request.committed
-        if request.state == "waiting":
-            sources = (self.engine.resident(), request.present)
-            start = self.engine.walk(request, *sources).hit if request.hit else 0
-        most = min(request.max_tokens, len(request.tokens) + 1) - start
-        self.engine.allocate(request, max(0, min(size, most)))
 
     # ---- steps
 
@@ -250,26 +150,11 @@ class ManagerMachine(RuleBasedStateMachine):
         """The same, to their end; loads in flight end before."""
         for load in sorted(self.engine.loads):
             count = len(self.engine.loads[load].items)
-            self.engine.end_load(load, [i not in bad for i in range(count)])
+            end_load(self.engine, load, [i not in bad for i in range(count)])
         for _ in range(steps):
             self.schedule(pick, grants, 0, use_tier=use_tier)
         while self.engine.steps:
             self.end_step(sample)
-
-    def fill_step(self, pick: int, grants: list[int], short: int, use_tier: bool) -> None:
-        engine = self.engine
-        for i, size in enumerate(grants):
-            request = engine.requests[(pick + i) % len(engine.requests)]
-            if request.state == "waiting":
-                self.lookup(request, self.tier if use_tier else [])
-            if request.state == "loading" or request.last_step == engine.steps[-1][0]:
-                continue
-            self.grant(request, size)
-            if request.state == "running" and request.granted > request.committed:
-                upto = request.granted
-                if not engine.recurrent:
-                    upto = max(request.committed + 1, upto - short)
-                engine.commit(request, upto)
 
     @precondition(lambda self: self.engine.steps)
     @rule(sample=cases.token)
@@ -280,6 +165,46 @@ class ManagerMachine(RuleBasedStateMachine):
             if work.live and work.end > len(request.tokens):
                 self.engine.extend(request, [sample] * (work.end - len(request.tokens)))
         self.engine.end_step()
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(size=st.integers(1, 12))
+    def serve_the_oldest(self, size: int) -> None:
+        """Law 12: whatever is in its way goes when the manager's advice is followed."""
+        engine, request = self.engine, self.engine.requests[0]
+        if request.state == "loading":
+            end_load(engine, request.load, [True] * len(engine.loads[request.load].items))
+        for _ in range(100):
+            if request.state == "waiting":
+                self.lookup(request, [])
+            if self.grant(request, size):
+                return
+            self.make_room(request)
+        raise AssertionError("the oldest request is never served")
+
+    def make_room(self, request: Request) -> None:
+        """One thing that `blockage` names goes away."""
+        engine = self.engine
+        why = engine.manager.blockage(request.handle)
+        if why == "preempt":
+            younger = [r for r in engine.requests[1:] if r.state != "waiting"]
+            engine.preempt(younger[-1])
+        elif why == "restart":
+            engine.preempt(request)
+        elif engine.steps:
+            self.end_step(0)
+        elif engine.loads:
+            load = min(engine.loads)
+            end_load(engine, load, [False] * len(engine.loads[load].items))
+        else:
+            self.unpin(0)
+
+    @precondition(lambda self: self.history)
+    @rule(salt=st.sampled_from([None, "", "s"]), dice=st.integers(0, 3))
+    def clear(self, salt: str | None, dice: int) -> None:
+        """At any moment; seldom, since little is left then."""
+        if not dice:
+            self.engine.clear(salt)
+            self.items = self.engine.manager.take_keyed()[:0]
 
     # ---- requests go
 
@@ -298,7 +223,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def preempt(self, pick: int) -> None:
         """Law 9: what was computed is there again, to the grid; one token is always left."""
         engine, request = self.engine, self.some(pick, "running", "loading")
-        point = request.computed // engine.oracle.grid * engine.oracle.grid
+        point = engine.point(request)
         engine.preempt(request)
         self.lookup(request, [])
         assert request.hit
@@ -313,39 +238,32 @@ class ManagerMachine(RuleBasedStateMachine):
         loads = self.engine.loads
         load = sorted(loads)[pick % len(loads)]
         if late and loads[load].request:
-            self.engine.abandon_load(load)
+            abandon_load(self.engine, load)
             return
-        self.engine.end_load(load, [i not in bad for i in range(len(loads[load].items))])
+        end_load(self.engine, load, [i not in bad for i in range(len(loads[load].items))])
 
-    @rule(pick=picks, count=st.integers(1, 12), keep=st.booleans())
+    @rule(pick=picks, count=st.integers(1, 12), keep=st.sampled_from([False, False, True]))
     def store(self, pick: int, count: int, keep: bool) -> None:
         """Pages that have their key still are pinned and read; the pins end now or later."""
         engine = self.engine
         fresh = engine.manager.take_keyed()
         self.items = np.concatenate([self.items, fresh]).astype(fresh.dtype)
         first = pick % max(len(self.items), 1)
-        chosen = self.items[first : first + count]
-        pages = [(int(i["group"]), int(i["page"])) for i in chosen]
+        chosen = self.items[first : first + count].copy()
         keys = [self.key_of(item) for item in chosen]
-        there = [engine.find(p[0], key) == p[1] for p, key in zip(pages, keys, strict=True)]
+        groups = [int(item["group"]) for item in chosen]
+        there = [engine.find(g, key) for g, key in zip(groups, keys, strict=True)]
+        if engine.frozen:
+            there = [-1] * len(there)
         assert engine.manager.pin(chosen).tolist() == there
-        for page, key, good in zip(pages, keys, there, strict=True):
-            if good:
-                assert engine.content.pages[page] == engine.content.expected(page[0], key)
-                self.tier[page[0]].add(key)
-                engine.pinned.append(page)
+        for g, key, number in zip(groups, keys, there, strict=True):
+            if number >= 0:
+                page = engine.group_page(g, number)
+                assert engine.content.pages[page] == engine.content.expected(g, key)
+                self.tier[g].add(key)
+                engine.pinned.append((g, number))
         while engine.pinned and not keep:
             self.unpin(pick)
-
-    def key_of(self, item: np.void) -> Prefix:
-        """The prefix that a key stands for. Equal digests may occur in several namespaces."""
-        engine = self.engine
-        ns = engine.manager.namespaces[int(item["ns"])]
-        return next(
-            p
-            for p in engine.ever[int(item["group"])]
-            if engine.keys.digest(p) == bytes(item["digest"]) and engine.keys.namespace(p[0]) == ns
-        )
 
     @precondition(lambda self: self.engine.pinned)
     @rule(pick=picks)
@@ -369,14 +287,14 @@ class ManagerMachine(RuleBasedStateMachine):
         while engine.steps:
             engine.end_step()
         for load in list(engine.loads):
-            engine.end_load(load, [False] * len(engine.loads[load].items))
+            end_load(engine, load, [False] * len(engine.loads[load].items))
         while engine.pinned:
             self.unpin(0)
-        assert engine.held() == [0] * len(engine.groups)
+        assert not any(engine.held())
         if forget:
             engine.clear()
             self.items = self.items[:0]
 
     @invariant()
     def laws_hold(self) -> None:
-        self.engine.verify()
+        verify(self.engine)

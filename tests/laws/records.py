@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from laws.oracle import Prefix, Space
+from laws.oracle import Key, Oracle, Space
 
 from kvcache.core.records import Hit, StatePlan
 
 Page = tuple[int, int]
-"""Group and page number."""
+"""Size class and page number: groups of one class share the numbers."""
+
+
+def ceil_div(total: int, part: int) -> int:
+    return -(-total // part)
 
 
 @dataclass(eq=False)
@@ -26,68 +30,101 @@ class Request:
     """No keys beyond this position (foreign requests bring keys for their prompt only)."""
     marks: list[int]
     """Declared boundaries, and junctions seen."""
+    classes: Sequence[int]
+    """Size class of each group."""
     computed: int = 0
     committed: int = 0
     granted: int = 0
+    drafts: int = 0
+    """How many of the granted tokens, the last ones, are guesses."""
+    began: int = 0
+    """The hit that it runs from, or is loading."""
+    restarts: bool = False
+    """It was told to start again: from a hit that may be shorter than what is there."""
     hit: Hit | None = None
     looked_at: int = 0
     """Tokens known at the last lookup."""
-    present: list[set[Prefix]] = field(default_factory=list)
+    present: list[set[Key]] = field(default_factory=list)
     tables: dict[int, list[int]] = field(default_factory=dict)
+    """Pages of full and span groups; -1: given up."""
+    private: dict[int, list[int]] = field(default_factory=dict)
     plans: dict[int, StatePlan] = field(default_factory=dict)
+    snapshots: dict[int, dict[int, int]] = field(default_factory=dict)
+    """State groups: page of the newest complete grid point, and of those beyond that are coming."""
+    holes: dict[int, list[int]] = field(default_factory=dict)
+    """Draft groups: blocks of the hit without content."""
     state: str = "waiting"
     load: int = 0
     last_step: int = 0
+    """The newest step that it took part in, in an earlier life too."""
+    wrote_private: bool = False
+    muted: bool = False
+    """Keys were cleared while it held pages: it leaves none until it starts anew."""
 
-    def prefix(self, end: int) -> Prefix:
-        return self.space, tuple(self.tokens[:end])
+    def page(self, group: int, number: int) -> Page:
+        return self.classes[group], int(number)
 
-    def has_key(self, end: int) -> bool:
-        return 0 < end <= min(len(self.tokens), self.key_limit)
+    def key(self, oracle: Oracle, group: int, end: int) -> Key | None:
+        return oracle.key(group, self.space, self.tokens, end, self.key_limit)
 
-    def planned(self) -> Iterator[Page]:
+    def planned(self) -> Iterator[tuple[int, int]]:
         for group, plan in self.plans.items():
             yield from ((group, int(page)) for page in plan.pages)
 
     def pages(self) -> Iterator[Page]:
-        """What it needs now: its tables, and the states of its grant or the last one computed."""
-        for group, table in self.tables.items():
-            yield from ((group, page) for page in table)
+        """All that it holds now."""
+        for group, table in (*self.tables.items(), *self.private.items()):
+            yield from (self.page(group, number) for number in table if number >= 0)
+        for group, kept in self.snapshots.items():
+            yield from (self.page(group, number) for number in kept.values())
         for group, plan in self.plans.items():
             if self.granted == self.committed:
-                yield from ((group, int(page)) for page in plan.pages[-1:])
+                last = plan.pages[-1] if len(plan.pages) else plan.source
+                yield from (self.page(group, number) for number in (last,) if number >= 0)
                 continue
-            yield from ((group, int(page)) for page in (plan.source, *plan.pages) if page >= 0)
+            both = (plan.source, *plan.pages)
+            yield from (self.page(group, number) for number in both if number >= 0)
 
 
 @dataclass(eq=False)
 class Work:
-    """What one step computes for one request: reads [0, start), writes [start, end)."""
+    """What one step computes for one request: reads before `start`, writes [start, end)."""
 
     request: Request
+    blocks: Sequence[int]
     start: int
     end: int
     tables: dict[int, list[int]]
+    private: dict[int, list[int]]
     plans: dict[int, StatePlan]
     live: bool = True
 
-    def written(self, blocks: Sequence[int]) -> Iterator[Page]:
+    def page(self, group: int, number: int) -> Page:
+        return self.request.page(group, number)
+
+    def written(self) -> Iterator[Page]:
         for group, table in self.tables.items():
-            block = blocks[group]
-            yield from ((group, p) for p in table[self.start // block : -(-self.end // block)])
+            block = self.blocks[group]
+            numbers = table[self.start // block : ceil_div(self.end, block)]
+            yield from (self.page(group, number) for number in numbers)
+        for group, table in self.private.items():
+            yield from (self.page(group, number) for number in table)
         for group, plan in self.plans.items():
-            yield from ((group, int(page)) for page in plan.pages)
+            yield from (self.page(group, number) for number in plan.pages)
 
     def touched(self) -> Iterator[Page]:
-        for group, table in self.tables.items():
-            yield from ((group, page) for page in table)
+        """What the step reads and writes."""
+        for group, table in (*self.tables.items(), *self.private.items()):
+            yield from (self.page(group, number) for number in table if number >= 0)
         for group, plan in self.plans.items():
-            yield from ((group, int(page)) for page in (plan.source, *plan.pages) if page >= 0)
+            both = (plan.source, *plan.pages)
+            yield from (self.page(group, number) for number in both if number >= 0)
 
 
 @dataclass(eq=False)
 class Load:
-    """A load in flight: `(group, page, prefix)` of each item."""
+    """A load in flight: group, page, and key of each item."""
 
     request: Request | None
-    items: list[tuple[int, int, Prefix]]
+    items: list[tuple[int, int, Key]]
+    muted: bool = False

@@ -17,8 +17,8 @@ def test_law_03_what_a_hit_covers_was_written_for_exactly_that_prefix(
     name: str, interval: int | None, spare: int, history: list[cases.Turn]
 ) -> None:
     geometry = cases.GEOMETRIES[name]
-    pages = [n + spare for n in geometry.pages_needed(80)]
-    engine = Engine(geometry, cases.policy_of(geometry, interval), pages=pages)
+    slabs = geometry.slabs_needed(80) + spare
+    engine = Engine(geometry, cases.policy_of(geometry, interval), slabs=slabs)
     replay(engine, history)  # the engine compares stamps at every adoption and read
 
 

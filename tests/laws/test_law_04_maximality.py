@@ -5,7 +5,9 @@ from hypothesis import given, strategies as st
 from laws import cases
 from laws.drive import compute, open_request, run
 from laws.engine import Engine
-from laws.oracle import Prefix
+from laws.grants import allocate, end_load
+from laws.oracle import Key
+from laws.verify import verify
 
 holes = st.sets(st.integers(0, 14), max_size=2)
 """Blocks or grid points that a tier lacks."""
@@ -31,23 +33,24 @@ def test_law_04_a_hit_equals_brute_force_over_device_and_tier(
     if prompt[:stored]:
         run(engine, prompt[:stored])
     request = open_request(engine, prompt)
-    tier: list[set[Prefix]] = [
-        {
-            request.prefix(end)
-            for i, end in enumerate(range(block, len(prompt) + 1, block))
-            if i not in missing[g]
-        }
-        for g, block in enumerate(engine.oracle.blocks)
-    ]
+    tier: list[set[Key]] = []
+    for g, block in enumerate(engine.oracle.blocks):
+        ends = range(block, len(prompt) + 1, block) if block else ()
+        keys = (
+            request.key(engine.oracle, g, end)
+            for i, end in enumerate(ends)
+            if i not in missing[g % len(missing)]
+        )
+        tier.append({key for key in keys if key})
     hit = engine.lookup(request, tier)
     assert hit.device_tokens == engine.walk(request, engine.resident()).hit
     assert hit.hit_tokens == engine.walk(request, engine.resident(), tier).hit
     assert hit.hit_tokens + sum(hit.lost.values()) == len(prompt)
-    if not engine.allocate(request, 1):
+    if not allocate(engine, request, 1):
         raise AssertionError("an unlimited pool had no space")
     if request.load:
-        engine.end_load(request.load, [True] * len(engine.loads[request.load].items))
-    engine.verify()
+        end_load(engine, request.load, [True] * len(engine.loads[request.load].items))
+    verify(engine)
     compute(engine, request)
     engine.finish(request)
 

@@ -49,7 +49,7 @@ def test_law_05_a_longer_prompt_never_hits_less(
 
 
 @cases.law(80)
-@given(name=cases.with_states, n=st.integers(1, 4), history=cases.histories)
+@given(name=cases.with_sparse, n=st.integers(1, 4), history=cases.histories)
 def test_law_05_dense_hits_at_least_interval_n_and_n_at_least_interval_zero(
     name: str, n: int, history: list[cases.Turn]
 ) -> None:

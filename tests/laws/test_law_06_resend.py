@@ -45,8 +45,8 @@ def test_law_06_under_eviction_every_token_lost_by_a_resend_is_reported_as_evict
 ) -> None:
     geometry = cases.GEOMETRIES[name]
     longest = max(len(prompt), *map(len, others)) + len(others)
-    pages = [n + spare for n in geometry.pages_needed(longest)]
-    engine = Engine(geometry, cases.policy_of(geometry, interval), pages=pages)
+    slabs = geometry.slabs_needed(longest) + spare
+    engine = Engine(geometry, cases.policy_of(geometry, interval), slabs=slabs)
     run(engine, prompt)
     for i, other in enumerate(others):
         run(engine, [100 + i, *other])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from laws import cases
+from numpy.typing import NDArray
 
 from kvcache import (
     CapacityError,
@@ -18,6 +19,7 @@ from kvcache import (
     MisuseError,
     Sparse,
 )
+from kvcache.core.media import Media, PromptEmbeddings
 
 GEOMETRY = cases.GEOMETRIES["hybrid"]
 ATTENTION, STATE = 0, 1
@@ -28,7 +30,7 @@ class Scene:
     """A manager in the middle of everything: requests of each state, an open step, a pin."""
 
     def __init__(self) -> None:
-        self.manager = m = Manager(GEOMETRY, pages=[64, 16], retention=Sparse())
+        self.manager = m = Manager(GEOMETRY, slabs=40, retention=Sparse())
         self.closed = m.open([7, 7, 7])
         m.abort(self.closed)
         self.running = m.open(PROMPT, max_tokens=20)
@@ -41,7 +43,7 @@ class Scene:
         self.item = m.take_keyed()[:1]
         self.page = self.item["page"].copy()
         self.group = int(self.item["group"][0])
-        assert m.pin(self.item).tolist() == [1]
+        assert m.pin(self.item).tolist() == self.page.tolist()
         self.waiting = m.open([*PROMPT, 1], max_tokens=20)
         self.loading = m.open([50, *PROMPT])
         present = [np.ones(2, np.uint8), np.array([0, 1], np.uint8)]
@@ -61,12 +63,21 @@ class Scene:
         handles = (self.running, self.waiting, self.loading, self.foreign)
         return [
             m.stats(),
-            *(m.pool_stats(g) for g in range(len(GEOMETRY.groups))),
+            m.arena_stats(),
+            *(m.group_stats(g) for g in range(len(GEOMETRY.groups))),
             *(m.info(h) for h in handles),
             m.block_table(self.running, ATTENTION).tolist(),
             [np.asarray(part).tolist() for part in m.state_plan(self.running, STATE)],
             m.load_items(self.load).tobytes(),
         ]
+
+
+def image(offset: int, length: int) -> Media:
+    return Media(identifier="cat", offset_tokens=offset, length_tokens=length)
+
+
+def embedded(values: NDArray[np.float64], offset: int) -> PromptEmbeddings:
+    return PromptEmbeddings(offset_tokens=offset, values=values)
 
 
 MISUSE: dict[str, tuple[Callable[[Scene], object], type[KVCacheError]]] = {
@@ -77,6 +88,7 @@ MISUSE: dict[str, tuple[Callable[[Scene], object], type[KVCacheError]]] = {
     "lookup after the end": (lambda s: s.manager.lookup(s.closed), HandleError),
     "allocate after the end": (lambda s: s.manager.allocate(s.closed, 1), HandleError),
     "need after the end": (lambda s: s.manager.need(s.closed, 1), HandleError),
+    "blockage after the end": (lambda s: s.manager.blockage(s.closed), HandleError),
     "commit after the end": (lambda s: s.manager.commit(s.closed, 1), HandleError),
     "preempt after the end": (lambda s: s.manager.preempt(s.closed), HandleError),
     "info after the end": (lambda s: s.manager.info(s.closed), HandleError),
@@ -91,9 +103,31 @@ MISUSE: dict[str, tuple[Callable[[Scene], object], type[KVCacheError]]] = {
     "handle of a later generation": (lambda s: s.manager.abort(s.running + 2**32), HandleError),
     "empty prompt": (lambda s: s.manager.open([]), ConfigError),
     "max_tokens below prompt": (lambda s: s.manager.open(PROMPT, max_tokens=9), ConfigError),
-    "too long for the pool": (lambda s: s.manager.open(PROMPT, max_tokens=257), CapacityError),
+    "too long for the arena": (lambda s: s.manager.open(PROMPT, max_tokens=500), CapacityError),
     "boundary beyond the prompt": (lambda s: s.manager.open(PROMPT, boundaries=[11]), ConfigError),
     "boundary below 0": (lambda s: s.manager.open(PROMPT, boundaries=[-1]), ConfigError),
+    "media beyond the prompt": (
+        lambda s: s.manager.open(PROMPT, media=[image(8, 3)]),
+        ConfigError,
+    ),
+    "media before the prompt": (
+        lambda s: s.manager.open(PROMPT, media=[image(-1, 3)]),
+        ConfigError,
+    ),
+    "media of no tokens": (lambda s: s.manager.open(PROMPT, media=[image(2, 0)]), ConfigError),
+    "media that overlap": (
+        lambda s: s.manager.open(PROMPT, media=[image(0, 4), image(3, 2)]),
+        ConfigError,
+    ),
+    "embeddings beyond the prompt": (
+        lambda s: s.manager.open(PROMPT, embeddings=[embedded(np.zeros((3, 2)), 8)]),
+        ConfigError,
+    ),
+    "embeddings without a width": (
+        lambda s: s.manager.open(PROMPT, embeddings=[embedded(np.zeros(3), 0)]),
+        ConfigError,
+    ),
+    "salt that is no text": (lambda s: s.manager.open(PROMPT, salt=b"s"), ConfigError),
     "too few foreign keys": (
         lambda s: s.manager.open_foreign(np.zeros((1, 32), np.uint8), prompt_tokens=11),
         ConfigError,
@@ -116,7 +150,13 @@ MISUSE: dict[str, tuple[Callable[[Scene], object], type[KVCacheError]]] = {
     "allocate while loading": (lambda s: s.manager.allocate(s.loading, 1), MisuseError),
     "allocate beyond max_tokens": (lambda s: s.manager.allocate(s.running, 12), ConfigError),
     "allocate below 0": (lambda s: s.manager.allocate(s.running, -1), ConfigError),
+    "allocate drafts below 0": (lambda s: s.manager.allocate(s.running, 1, drafts=-1), ConfigError),
+    "allocate drafts beyond max_tokens": (
+        lambda s: s.manager.allocate(s.running, 1, drafts=11),
+        ConfigError,
+    ),
     "need below 0": (lambda s: s.manager.need(s.running, -1), ConfigError),
+    "need of drafts below 0": (lambda s: s.manager.need(s.running, 1, drafts=-1), ConfigError),
     "stops of a descending range": (lambda s: s.manager.stops(s.running, 5, 4), ConfigError),
     "stops below 0": (lambda s: s.manager.stops(s.running, -1, 4), ConfigError),
     # steps
@@ -130,7 +170,6 @@ MISUSE: dict[str, tuple[Callable[[Scene], object], type[KVCacheError]]] = {
     "end a step twice": (lambda s: s.manager.end_step(s.step), HandleError),
     "end a step of the future": (lambda s: s.manager.end_step(s.newer + 1), HandleError),
     "end step 0": (lambda s: s.manager.end_step(0), HandleError),
-    "clear while steps are open": (lambda s: s.manager.clear(), MisuseError),
     "preempt a waiting request": (lambda s: s.manager.preempt(s.waiting), MisuseError),
     # reading
     "table of a state group": (lambda s: s.manager.block_table(s.running, STATE), ConfigError),
@@ -144,7 +183,9 @@ MISUSE: dict[str, tuple[Callable[[Scene], object], type[KVCacheError]]] = {
     ),
     "table of no group": (lambda s: s.manager.block_table(s.running, 2), ConfigError),
     "plan of no group": (lambda s: s.manager.state_plan(s.running, -1), ConfigError),
-    "stats of no group": (lambda s: s.manager.pool_stats(2), ConfigError),
+    "stats of no group": (lambda s: s.manager.group_stats(2), ConfigError),
+    "holes of no group": (lambda s: s.manager.draft_holes(s.running, 2), ConfigError),
+    "holes after the end": (lambda s: s.manager.draft_holes(s.closed, ATTENTION), HandleError),
     "key of no group": (lambda s: s.manager.find_key(-1, bytes(32)), ConfigError),
     "key of 31 bytes": (lambda s: s.manager.find_key(0, bytes(31)), ConfigError),
     # tiers
@@ -190,7 +231,7 @@ def test_law_15_misuse_is_a_named_error_at_once_and_changes_nothing(case: str) -
 
 
 def test_law_15_commit_without_a_step_is_refused() -> None:
-    m = Manager(GEOMETRY, pages=[8, 8], retention=Sparse())
+    m = Manager(GEOMETRY, slabs=8, retention=Sparse())
     handle = m.open(PROMPT)
     m.lookup(handle)
     m.allocate(handle, 4)
@@ -202,7 +243,7 @@ def test_law_15_commit_without_a_step_is_refused() -> None:
 
 
 def test_law_15_a_closed_handle_stays_closed_when_its_slot_is_used_again() -> None:
-    m = Manager(GEOMETRY, pages=[8, 8], retention=Sparse())
+    m = Manager(GEOMETRY, slabs=8, retention=Sparse())
     closed = []
     for _ in range(5):
         handle = m.open(PROMPT)
@@ -248,12 +289,12 @@ def test_law_15_closing_leaves_nothing_behind_after_every_misuse_in_a_row() -> N
     m.end_load(scene.load, np.zeros(3, np.uint8))
     m.unpin(scene.group, scene.page)
     m.check()
-    assert [m.pool_stats(g).held for g in (ATTENTION, STATE)] == [0, 0]
+    assert not any(c.held for c in m.arena_stats().classes)
 
 
 def test_law_15_two_threads_at_once_are_refused() -> None:
     """One thread hashes long prompts, without the interpreter lock; the other asks for stats."""
-    m = Manager(cases.GEOMETRIES["full"], pages=[2**21], retention=Sparse())
+    m = Manager(cases.GEOMETRIES["full"], slabs=2**21, retention=Sparse())
     long_prompt = np.zeros(2**22, np.int32)
     refused, texts = threading.Event(), list[str]()
     deadline = time.monotonic() + 30

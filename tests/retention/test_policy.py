@@ -26,7 +26,7 @@ def policies(draw: st.DrawFn, shape: TurnShape) -> RetentionPolicy:
 
 
 def all_positions(plan: RetentionPlan, shape: TurnShape) -> set[int]:
-    step = plan.interval_tokens
+    step = plan.intervals[0]
     by_interval = range(step, shape.prompt_tokens + 1, step) if step else ()
     return {*plan.positions, *by_interval}
 
@@ -41,9 +41,9 @@ def test_positions_are_ascending_unique_on_the_grid_and_inside_the_prompt(
     positions = list(plan.positions)
     assert positions == sorted(set(positions))
     assert all(p % shape.grid_tokens == 0 and 0 < p <= shape.prompt_tokens for p in positions)
-    assert len(plan.kept) == len(positions)
-    assert plan.interval_tokens % shape.grid_tokens == 0
-    assert plan.interval_tokens >= 0
+    assert len(plan.declared) == len(positions)
+    assert plan.intervals[0] % shape.grid_tokens == 0
+    assert plan.intervals[0] >= 0
 
 
 @EXACT
@@ -74,16 +74,16 @@ def test_the_same_shape_gives_the_same_plan(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     policy = data.draw(policies(shape))
     first, second = policy.plan(shape), policy.plan(shape)
-    assert (first.interval_tokens, list(first.positions), list(first.kept)) == (
-        second.interval_tokens,
+    assert (first.intervals, list(first.positions), list(first.declared)) == (
+        second.intervals,
         list(second.positions),
-        list(second.kept),
+        list(second.declared),
     )
 
 
 def test_sparse_zero_keeps_the_replay_boundary_alone() -> None:
     plan = Sparse().plan(TurnShape(100, 16))
-    assert (plan.interval_tokens, list(plan.positions), list(plan.kept)) == (0, [96], [False])
+    assert (plan.intervals[0], list(plan.positions), list(plan.declared)) == (0, [96], [False])
 
 
 @pytest.mark.parametrize(("prompt", "expected"), [(96, [80]), (97, [96]), (16, []), (17, [16])])
@@ -95,12 +95,12 @@ def test_the_replay_boundary_leaves_the_last_token_to_recompute(
 
 def test_declared_boundaries_and_junctions_keep_their_place_when_superseded() -> None:
     plan = Sparse().plan(TurnShape(100, 16, boundaries=(40,), junctions=(64,)))
-    assert dict(zip(plan.positions, plan.kept, strict=True)) == {32: True, 64: True, 96: False}
+    assert dict(zip(plan.positions, plan.declared, strict=True)) == {32: True, 64: True, 96: False}
 
 
 def test_a_boundary_at_the_replay_boundary_is_kept() -> None:
     plan = Sparse().plan(TurnShape(100, 16, boundaries=(99,)))
-    assert dict(zip(plan.positions, plan.kept, strict=True)) == {96: True}
+    assert dict(zip(plan.positions, plan.declared, strict=True)) == {96: True}
 
 
 def test_a_boundary_at_the_end_of_the_prompt_is_a_state_of_its_own() -> None:
@@ -109,12 +109,12 @@ def test_a_boundary_at_the_end_of_the_prompt_is_a_state_of_its_own() -> None:
 
 def test_boundaries_may_come_in_any_order_and_twice() -> None:
     plan = Sparse(32).plan(TurnShape(100, 16, boundaries=(70, 20, 70, 3)))
-    assert plan.interval_tokens == 32
+    assert plan.intervals[0] == 32
     assert list(plan.positions) == [16, 64, 96]
 
 
 def test_dense_is_every_grid_point() -> None:
-    assert Dense().plan(TurnShape(100, 16, boundaries=(40,))) == RetentionPlan(16, (), ())
+    assert Dense().plan(TurnShape(100, 16, boundaries=(40,))) == RetentionPlan([16], [32], [True])
 
 
 @pytest.mark.parametrize("interval", [-1, -16])

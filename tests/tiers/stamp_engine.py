@@ -58,7 +58,7 @@ class Engine:
     def __init__(
         self,
         *,
-        pages: Sequence[int] = (16, 8),
+        slabs: int = 7,
         tier: Sequence[int] = (64, 24),
         retention: Any = None,
         faults: Faults | None = None,
@@ -66,11 +66,9 @@ class Engine:
         copy: Callable[..., None] = native_copy,
         **options: Any,
     ) -> None:
-        self.manager = Manager(GEOMETRY, pages=pages, retention=retention or Dense())
-        self.memory = [
-            np.zeros((n, g.page_bytes), np.uint8)
-            for n, g in zip(pages, GEOMETRY.groups, strict=True)
-        ]
+        self.manager = Manager(GEOMETRY, slabs=slabs, retention=retention or Dense(), movable=True)
+        self.arena = np.zeros(slabs * GEOMETRY.slab_bytes, np.uint8)
+        self.memory = [self.pages(group) for group in (ATTENTION, STATE)]
         connector: Any = CpuConnector(GEOMETRY, pages=tier, copy=copy, batch_bytes=1, **options)
         self.faulty: FaultyWorker | None = None
         if faults is not None:
@@ -78,8 +76,23 @@ class Engine:
         self.offload = Offload(self.manager, connector, self.regions())
         self.requests: dict[int, Request] = {}
 
+    def pages(self, group: int) -> np.ndarray[Any, Any]:
+        """`[pages, bytes]`: the arena as a group sees it."""
+        stride = GEOMETRY.stride_bytes[GEOMETRY.class_of_group[group]]
+        rows = self.arena.reshape(-1, stride)
+        return rows[:, : GEOMETRY.groups[group].page_bytes]
+
     def regions(self) -> list[PageRegion]:
-        return [PageRegion(m.ctypes.data, m.shape[1], m.shape[0]) for m in self.memory]
+        return [
+            PageRegion(m.ctypes.data, m.shape[1], m.shape[0], m.strides[0]) for m in self.memory
+        ]
+
+    def allocate(self, handle: int, tokens: int) -> Grant | None:
+        grant = self.manager.allocate(handle, tokens)
+        for size_class, source, target in self.manager.take_moves().tolist():
+            rows = self.arena.reshape(-1, GEOMETRY.stride_bytes[size_class])
+            rows[target] = rows[source]
+        return grant
 
     # ---- a request's life ----
     def open(self, tokens: Sequence[int], output: int = 0, salt: str = "") -> int:
@@ -106,7 +119,7 @@ class Engine:
             hit = self.offload.lookup(handle)
             assert hit is not None
             request.hits.append(hit)
-            grant = manager.allocate(handle, min(chunk, len(request.tokens) - hit.hit_tokens))
+            grant = self.allocate(handle, min(chunk, len(request.tokens) - hit.hit_tokens))
             if grant is None:
                 return
             request.state = "loading" if grant.load else "running"
@@ -116,7 +129,7 @@ class Engine:
                 return
         else:
             committed = manager.info(handle).committed
-            grant = manager.allocate(handle, min(chunk, len(request.tokens) - committed))
+            grant = self.allocate(handle, min(chunk, len(request.tokens) - committed))
             if grant is None:
                 return
         self.compute(handle, request, grant)
@@ -201,10 +214,7 @@ class Engine:
         stats = self.manager.stats()
         assert (stats.open_requests, stats.open_loads, stats.pinned) == (0, 0, 0)
         assert self.offload.stats().pinned_pages == 0
-        for group in range(2):
-            pool = self.manager.pool_stats(group)
-            assert pool.held == 0
-            assert pool.free + pool.cached == pool.created
+        assert [c.held for c in self.manager.arena_stats().classes] == [0, 0]
 
 
 @contextmanager

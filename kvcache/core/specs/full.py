@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from kvcache.core.specs.base import require_positive
+from kvcache.core.specs.base import GroupRules, require_not_negative, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +15,10 @@ class FullAttention:
     A page holds `block_tokens` tokens of all `layers`, laid out
     `[layers, 2 (K, V), block_tokens, kv_heads, head_dim]`.
     A hit that ends at token H needs every block of [0, H).
+
+    Context parallel ranks (`dcp_shards`) take turns: a page of one rank holds `block_tokens`
+    tokens of the `block_tokens * dcp_shards` that all ranks' pages of one number span.
+    `lookahead_tokens` above 0 makes it a draft model's group (EAGLE, MTP), see `GroupRules`.
     """
 
     name: str
@@ -23,10 +27,15 @@ class FullAttention:
     head_dim: int
     block_tokens: int
     element_bytes: int = 2
-    kind: ClassVar[Literal["full"]] = "full"
+    dcp_shards: int = 1
+    lookahead_tokens: int = 0
+    kind: ClassVar[str] = "full_attention"
+    alignment_bytes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         require_positive(self, "layers", "kv_heads", "head_dim", "block_tokens", "element_bytes")
+        require_positive(self, "dcp_shards")
+        require_not_negative(self, "lookahead_tokens")
 
     @property
     def bytes_per_token(self) -> int:
@@ -37,3 +46,12 @@ class FullAttention:
     def page_bytes(self) -> int:
         """Bytes of one page: `block_tokens` tokens of every layer, contiguous."""
         return self.block_tokens * self.bytes_per_token
+
+    @property
+    def rules(self) -> GroupRules:
+        """Every block from the first token on is needed."""
+        return GroupRules(
+            "full",
+            block_tokens=self.block_tokens * self.dcp_shards,
+            lookahead_tokens=self.lookahead_tokens,
+        )

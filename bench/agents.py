@@ -1,0 +1,256 @@
+"""`kvcache bench agents`: two agent traces through our block manager, and through vLLM's in the same run.
+
+For each trace, model and pool size: our hit rates at each retention interval, with and without the
+system prompt declared; beside them the peer's at its own intervals (dense, 0, N), and what a cache
+without eviction could hit on our grid. Pools have equal bytes on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from kvcache.bench.agents_driver import AgentDriver
+from kvcache.bench.agents_peer import ask_peer
+from kvcache.bench.agents_presets import PRESETS, STATE_BYTES, AgentPreset
+from kvcache.bench.agents_trace import TRACES, AgentRequest, AgentTrace, ideal_hit_tokens
+from kvcache.core.errors import ConfigError
+from kvcache.core.layout import Geometry
+from kvcache.core.manager import Manager
+from kvcache.retention import Sparse
+
+STEP_TOKENS = 8192
+"""Token budget of one step, on both sides."""
+
+PEERS = ("vllm",)
+_CHECK_EVERY_STEPS = 500
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentsBench:
+    """What to run. Empty `presets`: all. Empty `blocks`: the pool sizes of each preset."""
+
+    traces: Sequence[str] = tuple(TRACES)
+    presets: Sequence[str] = ()
+    intervals: Sequence[int] = (0, 4096)
+    declare: Sequence[bool] = (True, False)
+    blocks: Sequence[int] = ()
+    """Pool sizes in vLLM blocks of the preset."""
+    state_bytes: str = "block"
+    peer: str | None = None
+    peer_python: str | None = None
+    check: bool = False
+    seed: int = 0
+    """Of the manager's index. The traces have seeds of their own."""
+
+    def __post_init__(self) -> None:
+        _known("--trace", self.traces, TRACES)
+        _known("--preset", self.presets, PRESETS)
+        _known("--state-bytes", (self.state_bytes,), STATE_BYTES)
+        if self.peer is not None:
+            _known("--peer", (self.peer,), PEERS)
+        if (self.peer is None) != (self.peer_python is None):
+            raise ConfigError(
+                "--peer and --peer-python belong together: give the Python of an environment that"
+                " has vllm"
+            )
+        if any(count < 2 for count in self.blocks):
+            raise ConfigError(f"--blocks is {list(self.blocks)}: numbers above 1")
+        for name in self.presets or PRESETS:
+            grid = PRESETS[name].geometry(self.state_bytes).grid_tokens
+            if any(interval < 0 or interval % grid for interval in self.intervals):
+                raise ConfigError(
+                    f"--interval is {list(self.intervals)}: multiples of {name}'s hit grid of"
+                    f" {grid} tokens"
+                )
+
+    def cases(self, trace: str) -> Iterator[_Case]:
+        """Models and pool sizes of one trace; a preset without pools for it is left out."""
+        for name in self.presets or PRESETS:
+            preset = PRESETS[name]
+            if trace in preset.pools:
+                for blocks in self.blocks or preset.pools[trace].blocks:
+                    yield _Case(name, preset, blocks)
+
+
+class _Case(NamedTuple):
+    name: str
+    preset: AgentPreset
+    blocks: int
+
+
+def _known(option: str, given: Sequence[str], known: Sequence[str] | dict[str, Any]) -> None:
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{option} is {name!r}: choose from {', '.join(known)}")
+
+
+def run_agents_bench(bench: AgentsBench, progress: Progress) -> dict[str, Any]:
+    """Run everything; the report as plain values. `progress` takes a line now and then."""
+    report: dict[str, Any] = {
+        "bench": "agents",
+        "step_tokens": STEP_TOKENS,
+        "state_bytes": bench.state_bytes,
+        "seed": bench.seed,
+        "peer": None,
+        "traces": {},
+    }
+    for name in bench.traces:
+        side = _Traced(bench, name, TRACES[name], TRACES[name].generate(), progress)
+        rows = [side.row(case) for case in bench.cases(name)]
+        if bench.peer is not None and rows:
+            report["peer"] = side.add_peer(rows)
+        report["traces"][name] = {
+            **asdict(side.trace),
+            "requests": len(side.requests),
+            "prompt_tokens": side.prompt_tokens,
+            "pools": rows,
+        }
+    return report
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """One trace, and both sides on it."""
+
+    bench: AgentsBench
+    name: str
+    trace: AgentTrace
+    requests: list[AgentRequest]
+    progress: Progress
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(r.prompt) for r in self.requests)
+
+    def row(self, case: _Case) -> dict[str, Any]:
+        """One model and pool size: the geometry, then a run for each interval and declaration."""
+        geometry = case.preset.geometry(self.bench.state_bytes)
+        pool_bytes = case.blocks * case.preset.block_bytes
+        slabs = geometry.slabs_in(pool_bytes)
+        ours = []
+        for interval in self.bench.intervals:
+            for declared in self.bench.declare:
+                self.progress(f"{self.name}: {case.name}, {case.blocks} blocks, {interval}")
+                ours.append(self.play(geometry, slabs, interval, declared=declared))
+        return {
+            "preset": case.name,
+            "blocks": case.blocks,
+            "block_bytes": case.preset.block_bytes,
+            "pool_bytes": pool_bytes,
+            "slabs": slabs,
+            "slab_bytes": geometry.slab_bytes,
+            "grid_tokens": geometry.grid_tokens,
+            "ideal_declared": self._ideal(geometry, declared=True),
+            "ideal_undeclared": self._ideal(geometry, declared=False),
+            "ours": ours,
+            "peer": [],
+        }
+
+    def _ideal(self, geometry: Geometry, *, declared: bool) -> float:
+        grid = geometry.grid_tokens
+        hit = ideal_hit_tokens(self.requests, declared=declared, grid_tokens=grid)
+        return hit / self.prompt_tokens
+
+    def play(
+        self, geometry: Geometry, slabs: int, interval: int, *, declared: bool
+    ) -> dict[str, Any]:
+        """The trace through a fresh manager of ours."""
+        manager = Manager(
+            geometry,
+            slabs=slabs,
+            retention=Sparse(interval),
+            movable=True,
+            journal=False,
+            seed=self.bench.seed,
+        )
+        figures = AgentDriver(
+            manager,
+            self.requests,
+            boundaries=(self.trace.system_tokens,) if declared else (),
+            max_running=self.trace.max_running,
+            step_tokens=STEP_TOKENS,
+            check_every=_CHECK_EVERY_STEPS if self.bench.check else 0,
+        ).run()
+        if self.bench.check:
+            manager.check()
+        rate = {"interval": interval, "declared": declared, "hit_rate": figures.hit_rate}
+        return {**rate, **asdict(figures), "lost": dict(figures.lost)}
+
+    def add_peer(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """The trace through the peer, for the pools of `rows`; returns its environment."""
+        bench = self.bench
+        assert bench.peer_python is not None
+        runs = [
+            {
+                "preset": row["preset"],
+                "groups": PRESETS[row["preset"]].peer_groups,
+                "blocks": row["blocks"],
+                "interval": interval,
+            }
+            for row in rows
+            for interval in (None, 0, PRESETS[row["preset"]].pools[self.name].interval_tokens)
+        ]
+        self.progress(f"{self.name}: {bench.peer} is loading")
+        environment, results = ask_peer(
+            bench.peer_python,
+            self.requests,
+            runs,
+            max_running=self.trace.max_running,
+            step_tokens=STEP_TOKENS,
+            progress=lambda done: self.progress(
+                f"{self.name}: {bench.peer}, {done['preset']}, {done['blocks']} blocks,"
+                f" {done['interval']}"
+            ),
+        )
+        by_pool = {(row["preset"], row["blocks"]): row for row in rows}
+        for result in results:
+            row = by_pool[result.pop("preset"), result.pop("blocks")]
+            if result["block_bytes"] != row["block_bytes"]:
+                raise ConfigError(
+                    f"{bench.peer}'s block of {row['preset']} has {result['block_bytes']} bytes,"
+                    f" ours {row['block_bytes']}: the pools would not be equal; use the version"
+                    f" of {bench.peer} that bench/peers/vllm_core.py names"
+                )
+            row["peer"].append(result)
+        return environment
+
+
+# ---- for people ----------------------------------------------------------------------------------
+
+
+def describe(report: dict[str, Any]) -> Sequence[str]:
+    """The report as a table for each trace: hit rates in percent."""
+    lines: list[str] = []
+    for name, trace in report["traces"].items():
+        lines.append(
+            f"{name}: {trace['requests']} requests, {trace['prompt_tokens']} prompt tokens,"
+            f" {trace['max_running']} running; hit rates in %; ideal: nothing evicted"
+        )
+        rows = trace["pools"]
+        if rows:
+            lines.append(_headings(rows[0]))
+            lines += map(_line, rows)
+    return lines
+
+
+def _headings(row: dict[str, Any]) -> str:
+    ours = [f"{'decl' if r['declared'] else 'undecl'} {r['interval']}" for r in row["ours"]]
+    peer = [f"vLLM {name}" for name in ("None", "0", "N")] if row["peer"] else []
+    return (
+        f"{'model':10}{'blocks':>7}{'MiB':>6}{'grid':>5} {'ideal':>6}{'undecl':>7} "
+        + "".join(f"{text:>12}" for text in ours)
+        + "".join(f"{text:>10}" for text in peer)
+    )
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['preset']:10}{row['blocks']:7}{row['pool_bytes'] >> 20:6}{row['grid_tokens']:5}"
+        f" {100 * row['ideal_declared']:6.2f}{100 * row['ideal_undeclared']:7.2f} "
+        + "".join(f"{100 * run['hit_rate']:12.2f}" for run in row["ours"])
+        + "".join(f"{100 * run['hit_rate']:10.2f}" for run in row["peer"])
+    )

@@ -1,0 +1,128 @@
+"""What a replay is asked for, and what follows from it: geometry, bytes of the arena, slabs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvcache.bench.byte_lru import PageSizes
+from kvcache.core.errors import ConfigError
+from kvcache.core.layout import Geometry
+from kvcache.core.records import UNLIMITED
+from kvcache.core.retain import RetentionPolicy
+from kvcache.presets import preset
+from kvcache.retention import Dense, Sparse
+
+DEFAULT_PRESET = "llama-3-8b"
+"""One full-attention group."""
+
+STEP_TOKENS = 8192
+"""Token budget of one step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings:
+    """One run. `pool_tokens` None: no bound; `retention_tokens` None: dense, else the interval.
+
+    Args:
+        tp: tensor-parallel ranks; pages and bytes are those of one of them.
+        pool_tokens: the arena has the bytes that the KV of so many tokens takes. States and
+            windows share them.
+        oracle: also play every request on a page-exact LRU of as many bytes.
+    """
+
+    block_tokens: int
+    pool_tokens: int | None = None
+    preset: str = DEFAULT_PRESET
+    tp: int = 1
+    retention_tokens: int | None = None
+    oracle: bool = False
+    check: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1:
+            raise ConfigError(f"--block-tokens is {self.block_tokens}: it must be above 0")
+        if self.tp < 1:
+            raise ConfigError(f"--tp is {self.tp}: it must be above 0")
+        geometry = self.geometry  # names an unknown preset
+        if self.pool_tokens is not None and self.pool_tokens < self.block_tokens:
+            raise ConfigError(
+                f"--pool-tokens {self.pool_tokens} is less than one block of {self.block_tokens}"
+                " tokens: raise it, or lower --block-tokens"
+            )
+        interval, grid = self.retention_tokens, geometry.grid_tokens
+        if interval is not None and (interval < 0 or interval % grid):
+            raise ConfigError(
+                f"--retention {interval} is neither dense, nor 0, nor a multiple of the hit grid"
+                f" of {grid} tokens (--block-tokens)"
+            )
+        if self.oracle:
+            page_sizes(geometry, self.preset)
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        """The preset's groups, as one rank has them."""
+        return preset(self.preset, block_tokens=self.block_tokens, tp=self.tp)
+
+    def policy(self) -> RetentionPolicy:
+        """The retention policy."""
+        return Dense() if self.retention_tokens is None else Sparse(self.retention_tokens)
+
+
+def kv_bytes_per_grid(geometry: Geometry) -> int:
+    """Bytes of the KV that grows, for one grid unit of tokens: full attention, else windows."""
+    for kind in ("full", "span"):
+        sizes = [
+            group.page_bytes * (geometry.grid_tokens // rules.block_tokens)
+            for group, rules in zip(geometry.groups, geometry.rules, strict=True)
+            if rules.kind == kind
+        ]
+        if sizes:
+            return sum(sizes)
+    raise ConfigError("the geometry has no KV that grows: --pool-tokens cannot size its arena")
+
+
+def arena_bytes(tokens: int, geometry: Geometry) -> int:
+    """Bytes that the KV of `tokens` tokens takes."""
+    return tokens * kv_bytes_per_grid(geometry) // geometry.grid_tokens
+
+
+def arena_slabs(tokens: int | None, geometry: Geometry) -> int:
+    """Slabs of an arena of so many KV tokens; None: no bound.
+
+    Raises:
+        ConfigError: not even one fits.
+    """
+    if tokens is None:
+        return UNLIMITED
+    slabs = geometry.slabs_in(arena_bytes(tokens, geometry))
+    if slabs < 1:
+        raise ConfigError(
+            f"--pool-tokens {tokens} is less than one slab takes ({geometry.slab_bytes} bytes,"
+            f" {tokens_of_slabs(1, geometry)} tokens): raise it"
+        )
+    return slabs
+
+
+def tokens_of_slabs(slabs: int, geometry: Geometry) -> int:
+    """The smallest whole number of grid units of tokens whose arena has so many slabs."""
+    return -(-slabs * geometry.slab_bytes // kv_bytes_per_grid(geometry)) * geometry.grid_tokens
+
+
+def page_sizes(geometry: Geometry, name: str) -> PageSizes:
+    """What the byte LRU has to know; `ConfigError` for groups that it does not know."""
+    kv_bytes = state_bytes = 0
+    for group, rules in zip(geometry.groups, geometry.rules, strict=True):
+        if rules.lookahead_tokens or rules.kind not in ("full", "state"):
+            raise ConfigError(
+                f"--oracle bytes knows full attention and recurrent states only: {name} has the"
+                f" group {group.name!r} ({group.kind})"
+            )
+        if rules.kind == "full":
+            kv_bytes += group.page_bytes * (geometry.grid_tokens // rules.block_tokens)
+        else:
+            state_bytes += group.page_bytes
+    if not kv_bytes:
+        raise ConfigError(f"--oracle bytes needs full attention, and {name} has none")
+    return PageSizes(geometry.grid_tokens, kv_bytes, state_bytes)

@@ -1,0 +1,228 @@
+// References, lists and the undo log of `arena.h`.
+#include "arena.h"
+
+#include <algorithm>
+#include <cassert>
+#include <utility>
+
+namespace kvc {
+
+Arena::Arena(int64_t slabs, std::vector<int32_t> pages_per_slab, std::vector<int32_t> class_of_group, bool movable,
+             uint64_t seed, KeyListener* listener)
+    : movable_(movable), listener_(listener) {
+    for (const int32_t k : pages_per_slab) most_per_slab_ = std::max(most_per_slab_, k);
+    most_slabs_ = std::min<int64_t>(slabs, kMostPages / most_per_slab_);
+    classes_.resize(pages_per_slab.size());
+    for (size_t c = 0; c < classes_.size(); ++c) {
+        classes_[c].k = pages_per_slab[c];
+        classes_[c].partial.assign(static_cast<size_t>(pages_per_slab[c]), kNoSlab);
+        classes_[c].nonempty.assign((static_cast<size_t>(pages_per_slab[c]) + 63) / 64, 0);
+    }
+    // Odd multiples of the golden ratio: equal keys of two groups must not look alike in the table of evicted ones.
+    for (size_t g = 0; g < class_of_group.size(); ++g)
+        groups_.push_back({class_of_group[g], KeyIndex(seed + g * 0x9e3779b97f4a7c15ULL)});
+    leaving_.reserve(static_cast<size_t>(most_per_slab_));
+}
+
+bool Arena::contains(int32_t group, int64_t page) const {
+    const SizeClass& c = of(class_of(group));
+    if (page < 0 || page >= static_cast<int64_t>(c.pages.size())) return false;
+    return slab(slab_of(c, static_cast<int32_t>(page))).owner == class_of(group);
+}
+
+// Twice as much where more is needed, so that many small calls stay cheap; never more than `most`.
+template <typename T>
+static void make_room(std::vector<T>& items, int64_t wanted, int64_t most) {
+    const auto size = static_cast<size_t>(std::min(wanted, most));
+    if (size <= items.capacity()) return;
+    items.reserve(std::min(std::max(size, 2 * items.capacity()), static_cast<size_t>(most)));
+}
+
+void Arena::reserve(std::span<const int64_t> pages_of_class, std::span<const int64_t> keys_of_group) {
+    int64_t pages = 0, slabs = 0, keys = 0, all_pages = 0, lacking = 0;
+    for (int32_t c = 0; c < classes(); ++c) {
+        const int64_t n = pages_of_class[static_cast<size_t>(c)], k = of(c).k;
+        pages += n;
+        slabs += (n + k - 1) / k;
+        lacking += (std::max<int64_t>(n - of(c).free, 0) + k - 1) / k;
+        all_pages += most_slabs_ * k;
+    }
+    const int64_t created = std::min(created_slabs() + slabs, most_slabs_);
+    make_room(slabs_, created, most_slabs_);
+    for (int32_t c = 0; c < classes(); ++c)
+        if (pages_of_class[static_cast<size_t>(c)]) make_room(of(c).pages, created * of(c).k, most_slabs_ * of(c).k);
+    for (int32_t g = 0; g < static_cast<int32_t>(keys_of_group.size()); ++g) {
+        reserve_keys(g, keys_of_group[static_cast<size_t>(g)]);
+        keys += keys_of_group[static_cast<size_t>(g)];
+    }
+    if (lacking > empty_ + uncreated()) ghosts_.prepare(all_pages);
+    const int64_t turned_out = slabs * most_per_slab_;
+    if (movable_) make_room(moves_, static_cast<int64_t>(moves_.size()) + turned_out, INT64_MAX);
+    if (listener_) listener_->reserve(keys, pages + turned_out);
+}
+
+void Arena::reserve_keys(int32_t group, int64_t keys) {
+    group_of(group).index.reserve(keys);
+    namespaces_.reserve();
+}
+
+// ---- lists ----------------------------------------------------------------------------------------------------------
+
+void Arena::append(SizeClass& c, int32_t id, List list) {
+    Head& head = c.lists[list];
+    Page& page = page_in(c, id);
+    page.list = 1u + list;
+    page.age = ++clock_;
+    page.previous = head.last;
+    page.next = kNoPage;
+    (head.last == kNoPage ? head.first : page_in(c, head.last).next) = id;
+    head.last = id;
+    ++head.count;
+    warm(c, id);
+}
+
+// Leaves the page's own links as they are: rollback() puts it back between them.
+void Arena::unlink(SizeClass& c, int32_t id) {
+    Page& page = page_in(c, id);
+    cool(c, id);
+    Head& head = c.lists[page.list - 1];
+    (page.previous == kNoPage ? head.first : page_in(c, page.previous).next) = page.next;
+    (page.next == kNoPage ? head.last : page_in(c, page.next).previous) = page.previous;
+    page.list = 0;
+    --head.count;
+}
+
+void Arena::warm(SizeClass& c, int32_t id) {
+    const Page& page = page_in(c, id);
+    if (c.k == 1 || page.list != 1 + kLru) return;
+    Slab& s = slab(slab_of(c, id));
+    if (movable_) {
+        s.heat += page.age;
+    } else if (page.age >= s.heat) {
+        s.heat = page.age;
+        s.stale = false;
+    }
+}
+
+void Arena::cool(SizeClass& c, int32_t id) {
+    const Page& page = page_in(c, id);
+    if (c.k == 1 || page.list != 1 + kLru) return;
+    Slab& s = slab(slab_of(c, id));
+    if (movable_) s.heat -= page.age;
+    else if (page.age == s.heat) s.stale = true;
+}
+
+// ---- references -----------------------------------------------------------------------------------------------------
+
+void Arena::start_holding(int32_t group, SizeClass& c, int32_t id) {
+    ++group_of(group).held;
+    ++c.held;
+    if (c.k == 1) return;
+    Slab& s = slab(slab_of(c, id));
+    if (s.held++ == 0) --c.idle_many;
+}
+
+void Arena::stop_holding(int32_t group, SizeClass& c, int32_t id) {
+    --group_of(group).held;
+    --c.held;
+    if (c.k == 1) return;
+    Slab& s = slab(slab_of(c, id));
+    if (--s.held == 0) ++c.idle_many;
+}
+
+void Arena::log_acquire(int32_t group, int32_t id, bool hit) {
+    const Page& page = page_of(group, id);
+    log_.push_back({group, id, static_cast<uint8_t>(page.list), hit && page.hits < kMostHits});
+}
+
+void Arena::acquire(int32_t group, int32_t id) {
+    if (marked_) log_acquire(group, id, false);
+    SizeClass& c = of(class_of(group));
+    Page& page = page_in(c, id);
+    if (page.list) {
+        unlink(c, id);
+        start_holding(group, c, id);
+    }
+    assert(page.refs > 0 || page.key == Page::kVisible);
+    ++page.refs;
+}
+
+void Arena::adopt(int32_t group, int32_t id) {
+    if (marked_) log_acquire(group, id, true);
+    const bool marked = std::exchange(marked_, false);
+    acquire(group, id);
+    marked_ = marked;
+    Page& page = page_of(group, id);
+    if (page.hits < kMostHits) page.hits = page.hits + 1u;
+}
+
+bool Arena::pin(int32_t group, int32_t id) {
+    Page& page = page_of(group, id);
+    if (page.pins == kMostPins) return false;
+    acquire(group, id);
+    page.pins = page.pins + 1u;
+    return true;
+}
+
+void Arena::unpin(int32_t group, int32_t id) {
+    Page& page = page_of(group, id);
+    assert(page.pins > 0);
+    page.pins = page.pins - 1u;
+    release(group, id);
+}
+
+void Arena::release(int32_t group, int32_t id, List list) {
+    SizeClass& c = of(class_of(group));
+    Page& page = page_in(c, id);
+    assert(page.refs > 0);
+    if (--page.refs) return;
+    stop_holding(group, c, id);
+    if (page.key == Page::kVisible) {
+        append(c, id, list);
+        return;
+    }
+    if (page.key == Page::kPending) drop_key(c, id);
+    free_page(c, id);
+}
+
+void Arena::touch(int32_t group, int32_t id) {
+    SizeClass& c = of(class_of(group));
+    if (!page_in(c, id).list) return;
+    unlink(c, id);
+    append(c, id, kLru);
+}
+
+// ---- undo log -------------------------------------------------------------------------------------------------------
+
+void Arena::mark(int64_t acquires) {
+    log_.clear();
+    log_.reserve(static_cast<size_t>(acquires));
+    marked_ = true;
+}
+
+void Arena::commit_mark() {
+    log_.clear();
+    marked_ = false;
+}
+
+// Backwards, so that each page finds the neighbours that it left.
+void Arena::rollback() {
+    marked_ = false;
+    for (; !log_.empty(); log_.pop_back()) {
+        const Undo& undo = log_.back();
+        SizeClass& c = of(class_of(undo.group));
+        Page& page = page_in(c, undo.id);
+        --page.refs;
+        if (undo.hit) page.hits = page.hits - 1u;
+        if (!undo.list) continue;
+        stop_holding(undo.group, c, undo.id);
+        Head& head = c.lists[undo.list - 1];
+        (page.previous == kNoPage ? head.first : page_in(c, page.previous).next) = undo.id;
+        (page.next == kNoPage ? head.last : page_in(c, page.next).previous) = undo.id;
+        page.list = undo.list;
+        ++head.count;
+        warm(c, undo.id);
+    }
+}
+
+}  // namespace kvc

@@ -1,0 +1,306 @@
+// Pages of several sizes in one arena, with reference counts, an index from key to page, and one LRU order over all.
+//
+//   arena = T slabs of equal bytes; a slab belongs to one size class at a time and holds k of its pages:
+//
+//     slab 0 (class 0, k = 4)   slab 1 (class 1, k = 1)   slab 2 (empty)   slab 3 (class 0)
+//     [ p0 | p1 | p2 | p3 ]     [        p1         ]     [           ]    [ p12 | p13 | p14 | p15 ]
+//
+//   page number within a class = slab * k + slot, so page -> byte offset is page * stride of the class.
+//   Groups of one page size share a class; each group has its own index.
+//
+//   a page of an owned slab:  free      no key, no reference
+//                             held      references (a pin is one): never moves, never evicted
+//                             cached    visible key, no reference: evictable
+//
+// Eviction order: the pages of the victims lists before those of the LRU lists, older before younger, over all classes.
+// Space goes from one class to another by whole slabs: cached pages of the slab that is given up move to holes, or into the
+// place of colder pages of their class, if the caller can copy (`movable`); else they are evicted. Held pages never move.
+//
+// The guaranteed request (docs/memory.md): its pages are marked `mine`, and quotas keep sum over classes of
+// max(slabs with a page of its, slabs it needs) within T.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "evicted_keys.h"
+#include "key_index.h"
+#include "namespace_counts.h"
+#include "page.h"
+
+namespace kvc {
+
+inline constexpr int32_t kMostGroups = 64;
+inline constexpr int32_t kMostPages = INT32_MAX - 1;  // of a class: slabs * pages_per_slab stays below
+inline constexpr uint32_t kMostPins = UINT16_MAX;
+
+// Told of every key that becomes visible or goes, in order. Must not call back into the arena.
+class KeyListener {
+  public:
+    virtual ~KeyListener() = default;
+    virtual void stored(int32_t group, int32_t page) = 0;                        // has become visible
+    virtual void removed(int32_t group, const Digest& digest, uint32_t ns) = 0;  // was visible
+    // At most so many calls of each before the next reserve(): make room, as neither may throw.
+    virtual void reserve(int64_t /*stored*/, int64_t /*removed*/) {}
+};
+
+// Copies that must be done, in this order, before anything that was given pages since is written or read.
+struct Move {
+    int32_t size_class;
+    int32_t from;
+    int32_t to;
+};
+
+class Arena {
+  public:
+    enum List { kVictims = 0, kLru = 1 };
+
+    // slabs: kMostPages for no bound: made as needed. More than kMostPages / largest k are cut to that.
+    Arena(int64_t slabs, std::vector<int32_t> pages_per_slab, std::vector<int32_t> class_of_group, bool movable,
+          uint64_t seed, KeyListener* listener = nullptr);
+
+    // ---- counts
+    int64_t slabs() const { return most_slabs_; }  // bound T
+    int64_t created_slabs() const { return static_cast<int64_t>(slabs_.size()); }
+    int64_t empty_slabs() const { return empty_; }  // created, owned by no class
+    int64_t owned_slabs(int32_t size_class) const { return of(size_class).owned; }
+    int64_t free_pages(int32_t size_class) const { return of(size_class).free; }        // in owned slabs
+    int64_t cached_pages(int32_t size_class) const { return of(size_class).cached(); }  // evictable
+    int64_t held_pages(int32_t size_class) const { return of(size_class).held; }
+    int64_t keyed(int32_t group) const { return group_of(group).index.count(); }  // pending ones too
+    int64_t pending() const { return pending_; }                                  // pending keys of all groups
+    int64_t evictions(int32_t group) const { return group_of(group).evictions; }
+    int64_t evictions() const { return evictions_; }
+    int64_t moved_pages() const { return moved_; }
+    int64_t reclaimed_slabs() const { return reclaimed_; }
+    int64_t held_of(int32_t group) const { return group_of(group).held; }  // held pages that the group took or adopted
+    uint64_t version() const { return version_; }  // changes whenever a key becomes visible or goes
+    int32_t class_of(int32_t group) const { return group_of(group).size_class; }
+    int32_t pages_per_slab(int32_t size_class) const { return of(size_class).k; }
+    // In a slab that the group's class owns.
+    bool contains(int32_t group, int64_t page) const;
+    const Page& page(int32_t group, int32_t id) const { return of(class_of(group)).pages[static_cast<size_t>(id)]; }
+    // Keys (visible or pending) of a namespace, and those of all: a namespace without keys may be used again.
+    int64_t keyed_in(uint32_t ns) const { return namespaces_.of(ns); }
+    int64_t keyed_in_all() const { return namespaces_.total(); }
+
+    // ---- keys
+    // Page of a key, visible or pending; kNoPage if neither.
+    int32_t find(int32_t group, const Digest& digest, uint32_t ns) const;
+    // How many keys of the run from `begin` on are visible (or pending, if allowed), up to the first that is not.
+    int64_t run_length(int32_t group, const DigestRun& run, uint32_t ns, int64_t begin, bool allow_pending) const;
+    void present(int32_t group, const DigestRun& run, uint32_t ns, uint8_t* out) const;
+    // False, and nothing done, where the key is on another page; only a visible key is taken over from a pending one.
+    // The page must be held and without key.
+    bool publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key);
+    void confirm(int32_t group, int32_t id);    // pending -> visible
+    void unpublish(int32_t group, int32_t id);  // nothing where the page has no key
+    void keep(int32_t group, int32_t id) { page_of(group, id).kept = 1; }
+    bool was_evicted(int32_t group, const Digest& digest, uint32_t ns) const;
+    void forget_all();         // drops every key, and what is remembered of evicted ones. O(pages)
+    void forget(uint32_t ns);  // the keys of one namespace. O(pages)
+    // Room for n more pages of each class and n keys of each group: what follows cannot run out of memory half-way.
+    // Invalidates references to pages.
+    void reserve(std::span<const int64_t> pages_of_class, std::span<const int64_t> keys_of_group);
+    void reserve_keys(int32_t group, int64_t keys);
+
+    // ---- references
+    void acquire(int32_t group, int32_t id);  // one more
+    void adopt(int32_t group, int32_t id);    // acquire, counted as a hit
+    bool pin(int32_t group, int32_t id);      // acquire for a reader outside; false: kMostPins reached, nothing done
+    void unpin(int32_t group, int32_t id);
+    // Drops a reference. The last one frees the page, or caches it as the newest of `list`.
+    void release(int32_t group, int32_t id, List list = kLru);
+    // A cached page becomes the newest of the LRU list; a held one stays as it is.
+    void touch(int32_t group, int32_t id);
+
+    // Undo log for adoption: acquire()s between mark() and rollback() are undone exactly (counts, lists, order, hits).
+    // Only acquire/adopt may be called in between (and mine(), which is not undone). commit_mark() forgets the log.
+    // With `acquires` announced nothing in between can run out of memory.
+    void mark(int64_t acquires = 0);
+    void rollback();
+    void commit_mark();
+
+    // ---- taking. First secure(), then exactly that many take()s of each class, with nothing else in between.
+    //
+    // secure: can n pages of each class be had at once? False: nothing changed. True: every class has them among its own
+    // free and cached pages now (slabs were given to it where it lacked them), and takes cannot fail.
+    // Exact: with own = free + cached, u = slabs of a class without a held page, k = pages per slab:
+    //   class c lacks y = ceil(max(0, n - own) / k) slabs; class h can give min(u, floor((own - n) / k)) slabs;
+    //   feasible iff the sum of y <= empty + not yet created + what others can give.
+    bool can_secure(std::span<const int64_t> n) const;
+    bool secure(std::span<const int64_t> n);
+    // A page of the group's class without key, one reference. Free page in the fullest partial slab; else an empty or new
+    // slab; else the coldest page of all classes gives way: one of the own class is evicted; a page of another class costs
+    // that class a slab (of the classes that can spare one beyond what is still to be taken of them). kNoPage if all
+    // pages are held.
+    int32_t take(int32_t group);
+
+    // ---- the guaranteed request
+    // needs[c]: most pages of class c that it holds at one time. Clears every `mine` mark. Empty span: nobody.
+    void guarantee(std::span<const int64_t> needs);
+    void mine(int32_t group, int32_t id, int32_t change);  // +1, -1: it holds the page, or gave it up
+    int64_t pinned_slabs(int32_t size_class) const { return of(size_class).pinned; }  // P: slabs with a page of its
+    int64_t quota() const;                                                            // sum over classes of max(P, N)
+    // As secure/take for the guaranteed request, keeping quota() <= T if it is so now. Free choice (plain secure) where
+    // no choice can break it; otherwise own slabs first, then whole slabs without a held page (empty, new, or
+    // reclaimed). Pages are marked mine.
+    bool can_secure_mine(std::span<const int64_t> n) const;
+    bool secure_mine(std::span<const int64_t> n);
+    int32_t take_mine(int32_t group);
+
+    // ---- moves since the last call, oldest first
+    std::span<const Move> moves() const { return moves_; }
+    void forget_moves() { moves_.clear(); }
+
+    // Nullptr if all is well, else what is broken. O(pages).
+    const char* check() const;
+
+  private:
+    struct Head {
+        int32_t first = kNoPage;
+        int32_t last = kNoPage;
+        int64_t count = 0;
+    };
+    struct SizeClass {
+        int32_t k = 1;
+        std::vector<Page> pages;  // by number; reaches to the last slab that the class owned
+        Head lists[2];
+        int64_t free = 0;
+        int64_t held = 0;
+        int64_t owned = 0;               // slabs
+        int64_t idle_many = 0;           // k > 1: slabs with cached pages and none held, see idle()
+        int64_t wanted = 0;              // pages still to be taken since secure()
+        int64_t needed = 0;              // N, slabs
+        int64_t pinned = 0;              // P, slabs
+        std::vector<int32_t> partial;    // [used pages] -> first slab with so many, and a free page
+        std::vector<uint64_t> nonempty;  // a bit for each of these lists
+        int32_t own_slab = 0;            // take_mine: no slab of its before this one has a free page
+        int32_t own_page = kNoPage;      // take_mine: no page before this one in eviction order lies in a slab of its
+
+        int64_t cached() const { return lists[0].count + lists[1].count; }
+        int64_t own() const { return free + cached(); }
+        // Slabs that can be reclaimed.
+        int64_t idle() const { return k == 1 ? cached() : idle_many; }
+    };
+    // A class with k = 1 has no use for held, heat and stale: its pages tell all, and are one cache line each.
+    struct Slab {
+        uint64_t heat = 0;         // movable: sum of the ages of its LRU-list pages; else the highest of them
+        int32_t owner = kNoClass;  // class
+        int32_t used = 0;          // held and cached pages
+        int32_t held = 0;
+        int32_t fresh = 0;           // slots from this one on were not given out since the class got the slab
+        int32_t freed = kNoPage;     // the free ones before it: a stack through Page::next
+        int32_t previous = kNoPage;  // slabs, in the list of equally full ones
+        int32_t next = kNoPage;      // or in the stack of empty ones
+        int32_t mine = 0;            // pages of the guaranteed request, if the epoch is its
+        uint64_t epoch = 0;
+        bool stale = false;  // not movable: the page that made the heat has gone
+    };
+    struct Group {
+        int32_t size_class;
+        KeyIndex index;
+        int64_t held = 0;
+        int64_t evictions = 0;
+    };
+    struct Undo {
+        int32_t group;
+        int32_t id;
+        uint8_t list;
+        bool hit;
+    };
+    static constexpr int32_t kNoClass = -1;
+    static constexpr int32_t kNoSlab = -1;
+
+    SizeClass& of(int32_t c) { return classes_[static_cast<size_t>(c)]; }
+    const SizeClass& of(int32_t c) const { return classes_[static_cast<size_t>(c)]; }
+    Group& group_of(int32_t g) { return groups_[static_cast<size_t>(g)]; }
+    const Group& group_of(int32_t g) const { return groups_[static_cast<size_t>(g)]; }
+    Page& page_of(int32_t g, int32_t id) { return page_in(of(group_of(g).size_class), id); }
+    static Page& page_in(SizeClass& c, int32_t id) { return c.pages[static_cast<size_t>(id)]; }
+    static const Page& page_in(const SizeClass& c, int32_t id) { return c.pages[static_cast<size_t>(id)]; }
+    Slab& slab(int32_t s) { return slabs_[static_cast<size_t>(s)]; }
+    const Slab& slab(int32_t s) const { return slabs_[static_cast<size_t>(s)]; }
+    static int32_t slab_of(const SizeClass& c, int32_t id) { return c.k == 1 ? id : id / c.k; }
+    int32_t classes() const { return static_cast<int32_t>(classes_.size()); }
+    int64_t uncreated() const { return most_slabs_ - created_slabs(); }
+    int32_t mine_in(const Slab& s) const { return s.epoch == epoch_ ? s.mine : 0; }
+
+    // arena_keys.cpp
+    void drop_key(SizeClass& c, int32_t id);
+    void evict(SizeClass& c, int32_t id);
+    template <typename Chosen>
+    void forget_if(Chosen&& chosen);
+
+    // arena.cpp: lists and references
+    void append(SizeClass& c, int32_t id, List list);
+    void unlink(SizeClass& c, int32_t id);
+    void warm(SizeClass& c, int32_t id);  // heat of the slab, for a page that comes into a list
+    void cool(SizeClass& c, int32_t id);  // and for one that leaves it
+    void start_holding(int32_t group, SizeClass& c, int32_t id);
+    void stop_holding(int32_t group, SizeClass& c, int32_t id);
+    void log_acquire(int32_t group, int32_t id, bool hit);
+
+    // slabs.cpp: slabs between classes
+    void list_partial(SizeClass& c, int32_t s);
+    void unlist_partial(SizeClass& c, int32_t s);
+    int32_t fullest(const SizeClass& c) const;
+    int32_t take_from(SizeClass& c, int32_t s);
+    void free_page(SizeClass& c, int32_t id);
+    int32_t give_slab(int32_t size_class);  // an empty or a new one
+    void push_empty(int32_t s);
+    void give_back_unused();
+    void reverse_unused(SizeClass& c);
+    int64_t can_spare(const SizeClass& c, int64_t n) const;
+    int32_t coldest_that_spares(uint64_t below) const;
+    static int32_t coldest(const SizeClass& c);
+    static int32_t after(const SizeClass& c, int32_t id);
+    static uint64_t rank(const Page& page);
+    int32_t held_now(int32_t group, int32_t id);
+
+    // reclaim.cpp: emptying a slab
+    void reclaim(int32_t size_class);
+    int32_t slab_to_reclaim(int32_t size_class);
+    uint64_t newest_in(const SizeClass& c, int32_t s) const;
+    void move_page(int32_t size_class, int32_t from, int32_t to);
+
+    // guarantee.cpp: own slabs first
+    bool any_choice_keeps_quota(std::span<const int64_t> n) const;
+    int64_t lacking_slabs(int32_t size_class, int64_t n) const;
+    void reset_own_cursors();
+    int32_t take_own(int32_t size_class);
+    int32_t take_whole_slab(int32_t size_class);
+
+    // arena_check.cpp
+    const char* check_slabs(int32_t size_class) const;
+    const char* check_pages(int32_t size_class) const;
+    const char* check_lists(int32_t size_class) const;
+    const char* check_totals() const;
+
+    int64_t most_slabs_;
+    bool movable_;
+    KeyListener* listener_;
+    std::vector<SizeClass> classes_;
+    std::vector<Group> groups_;
+    std::vector<Slab> slabs_;  // created ones
+    int32_t first_empty_ = kNoSlab;
+    int64_t empty_ = 0;
+    int32_t most_per_slab_ = 1;
+    uint64_t clock_ = 0;
+    uint64_t version_ = 1;
+    int64_t pending_ = 0;
+    int64_t evictions_ = 0;
+    int64_t moved_ = 0;
+    int64_t reclaimed_ = 0;
+    uint64_t epoch_ = 1;  // of the guaranteed request
+    bool tight_ = false;  // the last secure_mine() keeps to own and whole slabs
+    bool marked_ = false;
+    EvictedKeys ghosts_;
+    NamespaceCounts namespaces_;
+    std::vector<Undo> log_;
+    std::vector<Move> moves_;
+    std::vector<int32_t> leaving_;  // pages of the slab that is being reclaimed
+};
+
+}  // namespace kvc

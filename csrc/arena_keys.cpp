@@ -1,0 +1,122 @@
+// The keys of `arena.h`: the index of each group, what becomes visible, what goes.
+#include <algorithm>
+#include <cassert>
+
+#include "arena.h"
+
+namespace kvc {
+
+int32_t Arena::find(int32_t group, const Digest& digest, uint32_t ns) const {
+    const Group& g = group_of(group);
+    return g.index.find(of(g.size_class).pages.data(), digest, ns);
+}
+
+int64_t Arena::run_length(int32_t group, const DigestRun& run, uint32_t ns, int64_t begin, bool allow_pending) const {
+    const Group& g = group_of(group);
+    return g.index.run_length(of(g.size_class).pages.data(), run, ns, begin, allow_pending);
+}
+
+void Arena::present(int32_t group, const DigestRun& run, uint32_t ns, uint8_t* out) const {
+    for (int64_t begin = 0; begin < run.count;) {
+        const int64_t length = run_length(group, run, ns, begin, false);
+        std::fill_n(out + begin, length, uint8_t{1});
+        begin += length;
+        if (begin < run.count) out[begin++] = 0;
+    }
+}
+
+bool Arena::publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key) {
+    assert(page(group, id).key == Page::kNone && page(group, id).refs > 0);
+    if (const int32_t other = find(group, digest, ns); other != kNoPage) {
+        if (key == Page::kPending || page(group, other).key == Page::kVisible) return false;
+        unpublish(group, other);  // bytes that are there win over bytes that are still being written
+    }
+    group_of(group).index.reserve(1);
+    namespaces_.add(ns);
+    Page& page = page_of(group, id);
+    page.digest = digest;
+    page.ns = ns;
+    page.end = static_cast<uint64_t>(end) & ((uint64_t{1} << 48) - 1);
+    page.key = key;
+    page.group = static_cast<uint64_t>(group) & 63;
+    page.kept = 0;
+    page.hits = 0;
+    group_of(group).index.insert(page, id);
+    if (key == Page::kPending) {
+        ++pending_;
+        return true;
+    }
+    ++version_;
+    if (listener_) listener_->stored(group, id);
+    return true;
+}
+
+void Arena::confirm(int32_t group, int32_t id) {
+    Page& page = page_of(group, id);
+    assert(page.key == Page::kPending);
+    page.key = Page::kVisible;
+    --pending_;
+    ++version_;
+    if (listener_) listener_->stored(group, id);
+}
+
+// Out of the index. The page stays where it is: the caller unlinks or frees it.
+void Arena::drop_key(SizeClass& c, int32_t id) {
+    Page& page = page_in(c, id);
+    const auto group = static_cast<int32_t>(page.group);
+    group_of(group).index.erase(page, id);
+    namespaces_.remove(page.ns);
+    const bool visible = page.key == Page::kVisible;
+    page.key = Page::kNone;
+    if (!visible) {
+        --pending_;
+        return;
+    }
+    ++version_;
+    if (listener_) listener_->removed(group, page.digest, page.ns);
+}
+
+// Of a cached page. The slab still counts it as used: the caller gives the page out, fills it or frees it.
+void Arena::evict(SizeClass& c, int32_t id) {
+    const Page& page = page_in(c, id);
+    Group& group = group_of(static_cast<int32_t>(page.group));
+    ghosts_.add(group.index.hash(page.digest, page.ns));
+    ++group.evictions;
+    ++evictions_;
+    unlink(c, id);
+    drop_key(c, id);
+}
+
+void Arena::unpublish(int32_t group, int32_t id) {
+    SizeClass& c = of(class_of(group));
+    const Page& page = page_in(c, id);
+    if (page.key == Page::kNone) return;
+    const bool cached = page.list != 0;
+    if (cached) unlink(c, id);
+    drop_key(c, id);
+    if (cached) free_page(c, id);
+}
+
+bool Arena::was_evicted(int32_t group, const Digest& digest, uint32_t ns) const {
+    return ghosts_.contains(group_of(group).index.hash(digest, ns));
+}
+
+template <typename Chosen>
+void Arena::forget_if(Chosen&& chosen) {
+    for (const SizeClass& c : classes_)
+        for (int32_t id = 0; id < static_cast<int32_t>(c.pages.size()); ++id) {
+            const Page& page = page_in(c, id);
+            if (page.key != Page::kNone && chosen(page)) unpublish(static_cast<int32_t>(page.group), id);
+        }
+}
+
+void Arena::forget_all() {
+    forget_if([](const Page&) { return true; });
+    ghosts_.clear();
+}
+
+void Arena::forget(uint32_t ns) {
+    if (keyed_in(ns)) forget_if([ns](const Page& page) { return page.ns == ns; });
+}
+
+}  // namespace kvc

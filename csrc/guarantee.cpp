@@ -1,0 +1,135 @@
+// The guaranteed request of `arena.h`: what it may take so that it can always finish.
+#include <algorithm>
+
+#include "arena.h"
+
+namespace kvc {
+
+void Arena::guarantee(std::span<const int64_t> needs) {
+    ++epoch_;
+    for (size_t i = 0; i < classes_.size(); ++i) {
+        SizeClass& c = classes_[i];
+        c.pinned = 0;
+        c.needed = needs.empty() ? 0 : (needs[i] + c.k - 1) / c.k;
+    }
+}
+
+void Arena::mine(int32_t group, int32_t id, int32_t change) {
+    SizeClass& c = of(class_of(group));
+    Slab& s = slab(slab_of(c, id));
+    const int32_t before = mine_in(s);
+    s.epoch = epoch_;
+    s.mine = before + change;
+    c.pinned += (s.mine > 0) - (before > 0);
+}
+
+int64_t Arena::quota() const {
+    int64_t slabs = 0;
+    for (const SizeClass& c : classes_) slabs += std::max(c.pinned, c.needed);
+    return slabs;
+}
+
+// Even if each page comes to lie in one more slab: of the class's own, or of those that it gets on the way, which are at
+// most ceil(n / k) as it takes its free pages first. True also where the quota is broken already: nothing to keep.
+bool Arena::any_choice_keeps_quota(std::span<const int64_t> n) const {
+    int64_t worst = 0;
+    for (size_t i = 0; i < classes_.size(); ++i) {
+        const SizeClass& c = classes_[i];
+        const int64_t most = std::min({c.pinned + n[i], c.owned + (n[i] + c.k - 1) / c.k, most_slabs_});
+        worst += std::max({c.pinned, most, c.needed});
+    }
+    return worst <= most_slabs_ || quota() > most_slabs_;
+}
+
+// Whole slabs for n pages, after what its own slabs have.
+int64_t Arena::lacking_slabs(int32_t size_class, int64_t n) const {
+    const SizeClass& c = of(size_class);
+    if (n == 0) return 0;
+    if (c.k > 1)
+        for (const Slab& s : slabs_)
+            if (s.owner == size_class && mine_in(s) > 0) n -= c.k - s.held;
+    return (std::max<int64_t>(n, 0) + c.k - 1) / c.k;
+}
+
+bool Arena::can_secure_mine(std::span<const int64_t> n) const {
+    if (any_choice_keeps_quota(n)) return can_secure(n);
+    int64_t lacking = 0, whole = empty_ + uncreated(), slabs = 0;
+    for (int32_t i = 0; i < classes(); ++i) {
+        const SizeClass& c = of(i);
+        const int64_t more = lacking_slabs(i, n[static_cast<size_t>(i)]);
+        lacking += more;
+        whole += c.idle();
+        slabs += std::max(c.pinned + more, c.needed);
+    }
+    return lacking <= whole && slabs <= most_slabs_;
+}
+
+bool Arena::secure_mine(std::span<const int64_t> n) {
+    give_back_unused();
+    if (any_choice_keeps_quota(n)) return secure(n);
+    if (!can_secure_mine(n)) return false;
+    tight_ = true;
+    for (int32_t i = 0; i < classes(); ++i) of(i).wanted = n[static_cast<size_t>(i)];
+    reset_own_cursors();
+    return true;
+}
+
+int32_t Arena::take_mine(int32_t group) {
+    int32_t id;
+    if (!tight_) {
+        id = take(group);
+    } else {
+        id = take_own(class_of(group));
+        if (id == kNoPage) id = take_whole_slab(class_of(group));
+        if (id != kNoPage) held_now(group, id);
+    }
+    if (id != kNoPage) mine(group, id, +1);
+    return id;
+}
+
+// Between two reclaims nothing comes into its slabs but what it takes, so both searches go on where they stopped.
+void Arena::reset_own_cursors() {
+    if (!tight_) return;
+    for (SizeClass& c : classes_) {
+        c.own_slab = 0;
+        c.own_page = coldest(c);
+    }
+}
+
+// A free page in a slab of its, else the coldest cached page there.
+int32_t Arena::take_own(int32_t size_class) {
+    SizeClass& c = of(size_class);
+    if (c.k == 1) return kNoPage;
+    for (; c.own_slab < static_cast<int32_t>(created_slabs()); ++c.own_slab) {
+        const Slab& s = slab(c.own_slab);
+        if (s.owner == size_class && s.used < c.k && mine_in(s) > 0) return take_from(c, c.own_slab);
+    }
+    while (c.own_page != kNoPage) {
+        const int32_t id = c.own_page;
+        c.own_page = after(c, id);
+        if (mine_in(slab(slab_of(c, id))) == 0) continue;
+        evict(c, id);
+        return id;
+    }
+    return kNoPage;
+}
+
+int32_t Arena::take_whole_slab(int32_t size_class) {
+    if (empty_ + uncreated() == 0) {
+        int32_t coldest_class = kNoClass;
+        for (int32_t i = 0; i < classes(); ++i) {
+            if (of(i).idle() == 0) continue;
+            if (coldest_class == kNoClass ||
+                rank(page_in(of(i), coldest(of(i)))) < rank(page_in(of(coldest_class), coldest(of(coldest_class)))))
+                coldest_class = i;
+        }
+        if (coldest_class == kNoClass) return kNoPage;
+        reclaim(coldest_class);
+    }
+    SizeClass& c = of(size_class);
+    const int32_t s = give_slab(size_class);
+    c.own_slab = std::min(c.own_slab, s);
+    return take_from(c, s);
+}
+
+}  // namespace kvc

@@ -1,0 +1,97 @@
+// Implementation of `key_index.h`: lookups in flight side by side, deletion by backward shift.
+#include "key_index.h"
+
+#include <algorithm>
+
+namespace kvc {
+
+namespace {
+constexpr size_t kFirstSlots = 64;
+constexpr int64_t kBatch = 16;  // lookups in flight: enough to hide a DRAM miss behind 15 others
+}  // namespace
+
+KeyIndex::KeyIndex(uint64_t seed) : seed_(seed), slots_(kFirstSlots), mask_(kFirstSlots - 1) {}
+
+int64_t KeyIndex::run_length(const Page* pages, const DigestRun& run, uint32_t ns, int64_t begin,
+                             bool allow_pending) const {
+    uint32_t tags[kBatch];
+    for (int64_t base = begin; base < run.count; base += kBatch) {
+        const int64_t n = std::min(kBatch, run.count - base);
+        for (int64_t i = 0; i < n; ++i) {
+            tags[i] = tag(run.at(base + i), ns);
+            __builtin_prefetch(&slots_[tags[i] & mask_]);
+        }
+        for (int64_t i = 0; i < n; ++i) {
+            const int32_t page = slots_[tags[i] & mask_].page;
+            if (page != kNoPage) __builtin_prefetch(pages + page);
+        }
+        for (int64_t i = 0; i < n; ++i) {
+            const int32_t id = find(pages, run.at(base + i), ns);
+            if (id == kNoPage || (pages[id].key == Page::kPending && !allow_pending)) return base + i - begin;
+        }
+    }
+    return std::max<int64_t>(run.count - begin, 0);
+}
+
+void KeyIndex::reserve(int64_t more) {
+    size_t slots = slots_.size();
+    while (static_cast<size_t>(count_ + more) * 2 > slots) slots *= 2;
+    if (slots > slots_.size()) grow(slots);
+}
+
+void KeyIndex::grow(size_t slots) {
+    std::vector<Slot> old(slots);
+    old.swap(slots_);
+    mask_ = slots_.size() - 1;
+    for (const Slot& slot : old) {
+        if (slot.page == kNoPage) continue;
+        uint64_t i = slot.tag & mask_;
+        while (slots_[i].page != kNoPage) i = (i + 1) & mask_;
+        slots_[i] = slot;
+    }
+}
+
+void KeyIndex::insert(const Page& page, int32_t id) {
+    reserve(1);
+    const uint32_t own = tag(page.digest, page.ns);
+    uint64_t i = own & mask_;
+    while (slots_[i].page != kNoPage) i = (i + 1) & mask_;
+    slots_[i] = {own, id};
+    ++count_;
+}
+
+// Backward shift: each later slot of the cluster moves into the hole unless its home lies after the hole.
+void KeyIndex::erase(const Page& page, int32_t id) {
+    uint64_t hole = tag(page.digest, page.ns) & mask_;
+    while (slots_[hole].page != id) hole = (hole + 1) & mask_;
+    for (uint64_t i = (hole + 1) & mask_; slots_[i].page != kNoPage; i = (i + 1) & mask_) {
+        const uint64_t home = slots_[i].tag & mask_;
+        if (((i - home) & mask_) < ((i - hole) & mask_)) continue;
+        slots_[hole] = slots_[i];
+        hole = i;
+    }
+    slots_[hole] = {};
+    --count_;
+}
+
+void KeyIndex::move(const Page& page, int32_t from, int32_t to) {
+    uint64_t i = tag(page.digest, page.ns) & mask_;
+    while (slots_[i].page != from) i = (i + 1) & mask_;
+    slots_[i].page = to;
+}
+
+const char* KeyIndex::check(const Page* pages, int64_t n_pages, int32_t group) const {
+    int64_t indexed = 0;
+    for (const Slot& slot : slots_) {
+        if (slot.page == kNoPage) continue;
+        ++indexed;
+        if (slot.page < 0 || slot.page >= n_pages) return "the index names a page that does not exist";
+        const Page& owner = pages[slot.page];
+        if (owner.key == Page::kNone) return "the index names a page without key";
+        if (static_cast<int32_t>(owner.group) != group) return "the index names a page of another group";
+        if (find(pages, owner.digest, owner.ns) != slot.page) return "a key is indexed twice, or out of reach";
+    }
+    return indexed == count_ ? nullptr : "the count of keys differs from the index";
+}
+
+}  // namespace kvc

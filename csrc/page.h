@@ -1,0 +1,57 @@
+// What the arena knows of a page, and runs of keys as they lie in a chain of digests.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "digest.h"
+
+namespace kvc {
+
+inline constexpr int32_t kNoPage = -1;
+
+// One cache line, so that verifying a key costs one miss.
+struct alignas(64) Page {
+    Digest digest{};
+    uint64_t age : 48 = 0;   // clock at the last time it became cached
+    uint64_t group : 6 = 0;  // of its key; stale without one
+    uint64_t hits : 3 = 0;   // adoptions, saturating
+    uint64_t key : 2 = 0;    // Key
+    uint64_t list : 2 = 0;   // 0: none, else 1 + List
+    uint64_t kept : 1 = 0;   // declared: keeps its place when superseded
+    uint64_t end : 48 = 0;   // position after the block, or of the state
+    uint64_t pins : 16 = 0;  // the part of refs that readers outside hold
+    uint32_t ns = 0;
+    int32_t refs = 0;
+    int32_t previous = kNoPage;
+    int32_t next = kNoPage;  // in its list; or the next free page of the slab
+    enum Key : uint8_t { kNone, kPending, kVisible };
+};
+static_assert(sizeof(Page) == 64);
+
+inline constexpr uint64_t kMostHits = 7;
+
+// Every stride-th digest of a chain; blocks smaller than a hash unit share their unit's digest, told apart by their index.
+// Block 0 is the first of its unit.
+struct DigestRun {
+    const uint8_t* first = nullptr;
+    int64_t stride_bytes = 32;
+    int64_t count = 0;  // blocks
+    int64_t blocks_per_unit = 1;
+
+    // Key of block i: the digest of the unit it lies in, its last four bytes XOR (blocks that follow it in the unit).
+    Digest at(int64_t i) const {
+        Digest digest;
+        if (blocks_per_unit == 1) {
+            std::memcpy(digest.bytes, first + i * stride_bytes, 32);
+            return digest;
+        }
+        const int64_t unit = i / blocks_per_unit;
+        std::memcpy(digest.bytes, first + unit * stride_bytes, 32);
+        const auto follow = static_cast<uint32_t>((unit + 1) * blocks_per_unit - 1 - i);
+        for (int byte = 0; byte < 4; ++byte) digest.bytes[28 + byte] ^= static_cast<uint8_t>(follow >> (8 * byte));
+        return digest;
+    }
+};
+
+}  // namespace kvc

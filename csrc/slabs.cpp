@@ -1,0 +1,207 @@
+// Slabs of `arena.h`: which are partly free, which change their class, and where the next page comes from.
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "arena.h"
+
+namespace kvc {
+
+// ---- partial slabs, by used pages -----------------------------------------------------------------------------------
+
+void Arena::list_partial(SizeClass& c, int32_t s) {
+    const auto used = static_cast<size_t>(slab(s).used);
+    int32_t& first = c.partial[used];
+    slab(s).previous = kNoSlab;
+    slab(s).next = first;
+    if (first != kNoSlab) slab(first).previous = s;
+    first = s;
+    c.nonempty[used / 64] |= uint64_t{1} << (used % 64);
+}
+
+void Arena::unlist_partial(SizeClass& c, int32_t s) {
+    const Slab& gone = slab(s);
+    const auto used = static_cast<size_t>(gone.used);
+    if (gone.next != kNoSlab) slab(gone.next).previous = gone.previous;
+    if (gone.previous != kNoSlab) {
+        slab(gone.previous).next = gone.next;
+        return;
+    }
+    c.partial[used] = gone.next;
+    if (gone.next == kNoSlab) c.nonempty[used / 64] &= ~(uint64_t{1} << (used % 64));
+}
+
+int32_t Arena::fullest(const SizeClass& c) const {
+    for (size_t word = c.nonempty.size(); word-- > 0;)
+        if (const uint64_t bits = c.nonempty[word])
+            return c.partial[word * 64 + 63 - static_cast<size_t>(std::countl_zero(bits))];
+    return kNoSlab;
+}
+
+// A free page of the slab is used from now on. The caller gives it a reference or a cached page's content.
+int32_t Arena::take_from(SizeClass& c, int32_t s) {
+    unlist_partial(c, s);
+    Slab& from = slab(s);
+    int32_t id = from.freed;
+    if (id != kNoPage) from.freed = page_in(c, id).next;
+    else id = s * c.k + from.fresh++;
+    if (from.used++ == 0 && c.k > 1) ++c.idle_many;
+    --c.free;
+    if (from.used < c.k) list_partial(c, s);
+    return id;
+}
+
+// The page has no key, no reference, and is in no list.
+void Arena::free_page(SizeClass& c, int32_t id) {
+    const int32_t s = slab_of(c, id);
+    Slab& from = slab(s);
+    if (from.used < c.k) unlist_partial(c, s);
+    page_in(c, id).next = from.freed;
+    from.freed = id;
+    ++c.free;
+    if (--from.used) {
+        list_partial(c, s);
+        return;
+    }
+    if (c.k > 1) --c.idle_many;
+    c.free -= c.k;
+    --c.owned;
+    push_empty(s);
+}
+
+// ---- slabs between classes ------------------------------------------------------------------------------------------
+
+void Arena::push_empty(int32_t s) {
+    slab(s).owner = kNoClass;
+    slab(s).next = first_empty_;
+    first_empty_ = s;
+    ++empty_;
+}
+
+int32_t Arena::give_slab(int32_t size_class) {
+    int32_t s = first_empty_;
+    if (s != kNoSlab) {
+        first_empty_ = slab(s).next;
+        --empty_;
+    } else {
+        s = static_cast<int32_t>(created_slabs());
+        slabs_.emplace_back();
+    }
+    SizeClass& c = of(size_class);
+    slab(s) = Slab{.owner = size_class};
+    const auto pages = (static_cast<size_t>(s) + 1) * static_cast<size_t>(c.k);
+    if (c.pages.size() < pages) c.pages.resize(pages);
+    c.free += c.k;
+    ++c.owned;
+    list_partial(c, s);
+    return s;
+}
+
+// What an abandoned secure() has left: slabs of a class without a used page.
+void Arena::give_back_unused() {
+    for (SizeClass& c : classes_) {
+        c.wanted = 0;
+        while (c.partial[0] != kNoSlab) {
+            const int32_t s = c.partial[0];
+            unlist_partial(c, s);
+            c.free -= c.k;
+            --c.owned;
+            push_empty(s);
+        }
+    }
+}
+
+// Slabs that the class can give away and still have n pages.
+int64_t Arena::can_spare(const SizeClass& c, int64_t n) const {
+    return c.own() < n ? 0 : std::min(c.idle(), (c.own() - n) / c.k);
+}
+
+bool Arena::can_secure(std::span<const int64_t> n) const {
+    int64_t lacking = 0, to_give = empty_ + uncreated();
+    for (int32_t i = 0; i < classes(); ++i) {
+        const SizeClass& c = of(i);
+        const int64_t wanted = n[static_cast<size_t>(i)];
+        lacking += (std::max<int64_t>(wanted - c.own(), 0) + c.k - 1) / c.k;
+        to_give += can_spare(c, wanted);
+    }
+    return lacking <= to_give;
+}
+
+bool Arena::secure(std::span<const int64_t> n) {
+    give_back_unused();
+    tight_ = false;
+    if (!can_secure(n)) return false;
+    for (int32_t i = 0; i < classes(); ++i) of(i).wanted = n[static_cast<size_t>(i)];
+    for (int32_t i = 0; i < classes(); ++i)
+        while (of(i).own() < of(i).wanted) {
+            if (empty_ + uncreated() == 0) reclaim(coldest_that_spares(UINT64_MAX));
+            give_slab(i);
+        }
+    for (SizeClass& c : classes_) reverse_unused(c);
+    return true;
+}
+
+// So that the slab that was given first is taken first: pages of one take then tend to lie side by side.
+void Arena::reverse_unused(SizeClass& c) {
+    for (int32_t s = c.partial[0]; s != kNoSlab; s = slab(s).previous) {
+        std::swap(slab(s).previous, slab(s).next);
+        c.partial[0] = s;
+    }
+}
+
+// ---- eviction order -------------------------------------------------------------------------------------------------
+
+// Victims before the rest, then by age. Of cached pages only; no two are equal.
+uint64_t Arena::rank(const Page& page) { return uint64_t{page.list == 1 + kLru} << 48 | page.age; }
+
+int32_t Arena::coldest(const SizeClass& c) {
+    return c.lists[kVictims].first != kNoPage ? c.lists[kVictims].first : c.lists[kLru].first;
+}
+
+// The next in the class's eviction order.
+int32_t Arena::after(const SizeClass& c, int32_t id) {
+    const Page& page = page_in(c, id);
+    return page.next == kNoPage && page.list == 1 + kVictims ? c.lists[kLru].first : page.next;
+}
+
+// The class whose coldest page is the coldest, and below that rank, of those that can spare a slab.
+int32_t Arena::coldest_that_spares(uint64_t below) const {
+    int32_t found = kNoClass;
+    for (int32_t i = 0; i < classes(); ++i) {
+        const SizeClass& c = of(i);
+        if (can_spare(c, c.wanted) == 0) continue;
+        const uint64_t own = rank(page_in(c, coldest(c)));
+        if (own >= below) continue;
+        below = own;
+        found = i;
+    }
+    return found;
+}
+
+// ---- taking ---------------------------------------------------------------------------------------------------------
+
+int32_t Arena::held_now(int32_t group, int32_t id) {
+    SizeClass& c = of(class_of(group));
+    if (c.wanted) --c.wanted;
+    page_in(c, id).refs = 1;
+    start_holding(group, c, id);
+    return id;
+}
+
+int32_t Arena::take(int32_t group) {
+    const int32_t size_class = class_of(group);
+    SizeClass& c = of(size_class);
+    if (c.free) return held_now(group, take_from(c, fullest(c)));
+    if (empty_ + uncreated()) return held_now(group, take_from(c, give_slab(size_class)));
+    const int32_t victim = coldest(c);
+    const uint64_t below = victim == kNoPage ? UINT64_MAX : rank(page_in(c, victim));
+    if (const int32_t other = coldest_that_spares(below); other != kNoClass) {
+        reclaim(other);
+        return held_now(group, take_from(c, give_slab(size_class)));
+    }
+    if (victim == kNoPage) return kNoPage;
+    evict(c, victim);
+    return held_now(group, victim);
+}
+
+}  // namespace kvc

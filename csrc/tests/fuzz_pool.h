@@ -1,0 +1,12 @@
+// Fuzzers of what needs no manager: page pools, hashing, host copies.
+#pragma once
+
+#include "fuzz.h"
+
+namespace fuzz {
+
+void fuzz_pool(uint64_t seed, int64_t operations, Tally* tally);
+void fuzz_hash(uint64_t seed, Tally* tally);
+void fuzz_copy(uint64_t seed, Tally* tally);
+
+}  // namespace fuzz

@@ -1,0 +1,254 @@
+// test_nulls: what each kvc_* function says to NULL. Each call runs in a process of its own, so that all that crash are
+// named at once.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "fuzz_setup.h"
+
+namespace {
+
+using Call = std::function<int32_t()>;
+struct Case {
+    const char* name;
+    int32_t expected;
+    Call call;
+};
+
+// A manager with one request that has pages, in an open step.
+struct Rig {
+    kvc_manager *manager = nullptr, *other = nullptr;
+    kvc_pool* pool = nullptr;
+    int64_t handle = 0, step = 0, waiting = 0;
+    int32_t page = 0;
+    int32_t tokens[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+    uint8_t digest[32] = {};
+    fuzz::Setup setup = fuzz::full_setup();
+    kvc_config config = setup.config;
+
+    Rig() {
+        config.pages_per_slab = setup.pages_per_slab.data();
+        kvc_open_args args{};
+        args.root = digest;
+        args.tokens = tokens;
+        args.n_tokens = args.max_tokens = 8;
+        kvc_grant grant{};
+        int64_t taken = 0;
+        kvc_hit hit{};
+        const int32_t statuses[] = {
+            setup.make(&manager),
+            kvc_open(manager, &args, &handle),
+            kvc_open(manager, &args, &waiting),
+            kvc_lookup(manager, handle, nullptr, nullptr, &hit),
+            kvc_allocate(manager, handle, 8, 0, &grant),
+            kvc_begin_step(manager, &step),
+            kvc_commit(manager, handle, 8),
+            kvc_pool_new(8, 0, &pool),
+            kvc_pool_take(pool, 1, &page, &taken),
+        };
+        for (const int32_t status : statuses)
+            if (status) {
+                std::fprintf(stderr, "the rig cannot be set up: %s\n", kvc_last_error());
+                std::_Exit(1);
+            }
+    }
+    ~Rig() {
+        kvc_manager_free(manager);
+        kvc_pool_free(pool);
+    }
+    Rig(const Rig&) = delete;
+    Rig& operator=(const Rig&) = delete;
+};
+
+constexpr int32_t kBad = KVC_E_ARGUMENT;
+constexpr std::nullptr_t no = nullptr;
+const int64_t interval = 0;
+int64_t number = 0;
+int32_t pages[8];
+
+std::vector<Case> owner_cases(Rig& r) {
+    return {
+        {"kvc_manager_free", KVC_OK, [] { return kvc_manager_free(no), KVC_OK; }},
+        {"kvc_pool_free", KVC_OK, [] { return kvc_pool_free(no), KVC_OK; }},
+        {"kvc_pool_version", KVC_OK, [] { return static_cast<int32_t>(kvc_pool_version(no)); }},
+        {"kvc_pool_check", kBad, [] { return kvc_pool_check(no); }},
+        {"kvc_pool_new, out", kBad, [] { return kvc_pool_new(1, 0, no); }},
+        {"kvc_manager_new, config", kBad, [&] { return kvc_manager_new(no, r.setup.groups.data(), &r.other); }},
+        {"kvc_manager_new, groups", kBad, [&] { return kvc_manager_new(&r.config, no, &r.other); }},
+        {"kvc_manager_new, pages_per_slab", kBad,
+         [&] { return kvc_manager_new(&r.setup.config, r.setup.groups.data(), &r.other); }},
+        {"kvc_manager_new, out", kBad, [&] { return kvc_manager_new(&r.config, r.setup.groups.data(), no); }},
+        {"kvc_check", kBad, [] { return kvc_check(no); }},
+        {"kvc_clear", kBad, [] { return kvc_clear(no, 0); }},
+    };
+}
+
+std::vector<Case> hash_and_copy_cases(Rig& r) {
+    return {
+        {"kvc_sha256, data", kBad, [&] { return kvc_sha256(0, no, 1, r.digest); }},
+        {"kvc_sha256, no data", KVC_OK, [&] { return kvc_sha256(0, no, 0, r.digest); }},
+        {"kvc_sha256, digest", kBad, [&] { return kvc_sha256(0, r.digest, 1, no); }},
+        {"kvc_hash_chain, parent", kBad, [&] { return kvc_hash_chain(0, no, r.tokens, 1, 4, r.digest); }},
+        {"kvc_hash_chain, tokens", kBad, [&] { return kvc_hash_chain(0, r.digest, no, 1, 4, r.digest); }},
+        {"kvc_hash_chain, digests", kBad, [&] { return kvc_hash_chain(0, r.digest, r.tokens, 1, 4, no); }},
+        {"kvc_hash_chain, no blocks", KVC_OK, [&] { return kvc_hash_chain(0, r.digest, no, 0, 4, no); }},
+        {"kvc_copy, segments", kBad, [&] { return kvc_copy(no, 1, pages, pages, 1); }},
+        {"kvc_copy, pages", kBad,
+         [&] {
+             const kvc_segment segment{};
+             return kvc_copy(&segment, 1, no, no, 1);
+         }},
+        {"kvc_copy, nothing", KVC_OK, [] { return kvc_copy(no, 0, no, no, 0); }},
+    };
+}
+
+std::vector<Case> pool_cases(Rig& r) {
+    return {
+        {"kvc_pool_present, digests", kBad, [&] { return kvc_pool_present(r.pool, 0, no, 32, 1, r.digest); }},
+        {"kvc_pool_present, present", kBad, [&] { return kvc_pool_present(r.pool, 0, r.digest, 32, 1, no); }},
+        {"kvc_pool_acquire, digests", kBad, [&] { return kvc_pool_acquire(r.pool, 0, no, 32, 1, pages); }},
+        {"kvc_pool_acquire, pages", kBad, [&] { return kvc_pool_acquire(r.pool, 0, r.digest, 32, 1, no); }},
+        {"kvc_pool_take, pages", kBad, [&] { return kvc_pool_take(r.pool, 1, no, &number); }},
+        {"kvc_pool_take, taken", kBad, [&] { return kvc_pool_take(r.pool, 1, pages, no); }},
+        {"kvc_pool_publish, digests", kBad, [&] { return kvc_pool_publish(r.pool, 0, no, &r.page, 1, r.digest); }},
+        {"kvc_pool_publish, pages", kBad, [&] { return kvc_pool_publish(r.pool, 0, r.digest, no, 1, r.digest); }},
+        {"kvc_pool_publish, out", kBad, [&] { return kvc_pool_publish(r.pool, 0, r.digest, &r.page, 1, no); }},
+        {"kvc_pool_release", kBad, [&] { return kvc_pool_release(r.pool, no, 1); }},
+        {"kvc_pool_release, none", KVC_OK, [&] { return kvc_pool_release(r.pool, no, 0); }},
+        {"kvc_pool_get_stats", kBad, [&] { return kvc_pool_get_stats(r.pool, no); }},
+    };
+}
+
+std::vector<Case> request_cases(Rig& r) {
+    const auto open_without = [&r](int which) {
+        kvc_open_args args{};
+        args.root = which == 0 ? no : r.digest;
+        args.tokens = which == 1 ? no : r.tokens;
+        args.n_tokens = args.max_tokens = 8;
+        if (which == 2) args.tokens = nullptr, args.n_digests = 8 / r.setup.config.hash_unit_tokens;
+        return kvc_open(r.manager, &args, &number);
+    };
+    return {
+        {"kvc_open, args", kBad, [&] { return kvc_open(r.manager, no, &number); }},
+        {"kvc_open, root", kBad, [=] { return open_without(0); }},
+        {"kvc_open, tokens", kBad, [=] { return open_without(1); }},
+        {"kvc_open, digests", kBad, [=] { return open_without(2); }},
+        {"kvc_open, handle", kBad,
+         [&] {
+             kvc_open_args args{};
+             args.root = r.digest;
+             args.tokens = r.tokens;
+             args.n_tokens = args.max_tokens = 8;
+             return kvc_open(r.manager, &args, no);
+         }},
+        {"kvc_extend, none", KVC_OK, [&] { return kvc_extend(r.manager, r.handle, no, 0); }},
+        {"kvc_retain, intervals", kBad, [&] { return kvc_retain(r.manager, r.handle, no, no, no, 0); }},
+        {"kvc_retain, positions", kBad, [&] { return kvc_retain(r.manager, r.handle, &interval, no, r.digest, 1); }},
+        {"kvc_retain, kept", kBad,
+         [&] {
+             const int64_t position = r.setup.config.grid_tokens;
+             return kvc_retain(r.manager, r.handle, &interval, &position, no, 1);
+         }},
+        {"kvc_retain, none", KVC_OK, [&] { return kvc_retain(r.manager, r.handle, &interval, no, no, 0); }},
+        {"kvc_stops, n", kBad, [&] { return kvc_stops(r.manager, r.handle, 0, 8, no, 0, no); }},
+        {"kvc_stops, no room", KVC_OK, [&] { return kvc_stops(r.manager, r.handle, 0, 8, no, 0, &number); }},
+        {"kvc_lookup, out", kBad, [&] { return kvc_lookup(r.manager, r.waiting, no, no, no); }},
+        {"kvc_lookup, counts", kBad,
+         [&] {
+             const uint8_t* present = r.digest;
+             kvc_hit hit{};
+             return kvc_lookup(r.manager, r.waiting, &present, no, &hit);
+         }},
+        {"kvc_lookup, present of a group", kBad,
+         [&] {
+             const uint8_t* present = nullptr;
+             const int64_t count = 1;
+             kvc_hit hit{};
+             return kvc_lookup(r.manager, r.waiting, &present, &count, &hit);
+         }},
+        {"kvc_need", kBad, [&] { return kvc_need(r.manager, r.waiting, 1, 0, no); }},
+        {"kvc_allocate", kBad, [&] { return kvc_allocate(r.manager, r.waiting, 1, 0, no); }},
+        {"kvc_begin_step", kBad, [&] { return kvc_begin_step(r.manager, no); }},
+    };
+}
+
+std::vector<Case> reading_cases(Rig& r) {
+    return {
+        {"kvc_info", kBad, [&] { return kvc_info(r.manager, r.handle, no); }},
+        {"kvc_digests, digests", kBad, [&] { return kvc_digests(r.manager, r.handle, no, &number); }},
+        {"kvc_digests, n", kBad,
+         [&] {
+             const uint8_t* digests = nullptr;
+             return kvc_digests(r.manager, r.handle, &digests, no);
+         }},
+        {"kvc_table, n", kBad, [&] { return kvc_table(r.manager, r.handle, 0, 0, pages, 8, no); }},
+        {"kvc_table, pages", kBad, [&] { return kvc_table(r.manager, r.handle, 0, 0, no, 8, &number); }},
+        {"kvc_table, no room", KVC_OK, [&] { return kvc_table(r.manager, r.handle, 0, 0, no, 0, &number); }},
+        {"kvc_load_items, n", kBad, [&] { return kvc_load_items(r.manager, 1, no, 0, no); }},
+        {"kvc_take_keyed, n", kBad, [&] { return kvc_take_keyed(r.manager, no, 0, no); }},
+        {"kvc_take_keyed, items", kBad,
+         [&] {
+             kvc_end_step(r.manager, r.step);
+             return kvc_take_keyed(r.manager, no, 100, &number);
+         }},
+        {"kvc_pin, items", kBad, [&] { return kvc_pin(r.manager, no, 1, r.digest); }},
+        {"kvc_pin, pinned", kBad,
+         [&] {
+             kvc_keyed item{};
+             return kvc_pin(r.manager, &item, 1, no);
+         }},
+        {"kvc_pin, none", KVC_OK, [&] { return kvc_pin(r.manager, no, 0, no); }},
+        {"kvc_unpin", kBad, [&] { return kvc_unpin(r.manager, 0, no, 1); }},
+        {"kvc_manager_get_stats", kBad, [&] { return kvc_manager_get_stats(r.manager, no); }},
+        {"kvc_get_arena_stats", kBad, [&] { return kvc_get_arena_stats(r.manager, no); }},
+        {"kvc_get_class_stats", kBad, [&] { return kvc_get_class_stats(r.manager, 0, no); }},
+        {"kvc_get_group_stats", kBad, [&] { return kvc_get_group_stats(r.manager, 0, no); }},
+        {"kvc_namespace_use", kBad, [&] { return kvc_namespace_use(r.manager, 0, no); }},
+        {"kvc_blockage", kBad, [&] { return kvc_blockage(r.manager, r.handle, no); }},
+        {"kvc_holes, n", kBad, [&] { return kvc_holes(r.manager, r.handle, 0, no, 0, no); }},
+        {"kvc_holes, blocks", kBad, [&] { return kvc_holes(r.manager, r.handle, 0, no, 1, &number); }},
+        {"kvc_take_moves, n", kBad, [&] { return kvc_take_moves(r.manager, no, 0, no); }},
+        {"kvc_take_moves, moves", kBad, [&] { return kvc_take_moves(r.manager, no, 1, &number); }},
+        {"kvc_event_sizes", kBad, [&] { return kvc_event_sizes(r.manager, &number, &number, no); }},
+        {"kvc_take_events", kBad, [&] { return kvc_take_events(r.manager, no, no, no); }},
+        {"kvc_has_key, digest", kBad, [&] { return kvc_has_key(r.manager, 0, 0, no, pages); }},
+        {"kvc_has_key, page", kBad, [&] { return kvc_has_key(r.manager, 0, 0, r.digest, no); }},
+    };
+}
+
+// True: as expected, and the manager is as sound as before.
+bool run(const Case& test, const Rig& rig) {
+    std::fflush(nullptr);
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(60);
+        const int32_t status = test.call();
+        const bool right = status == test.expected && !rig.other && kvc_check(rig.manager) == KVC_OK;
+        if (!right) std::fprintf(stderr, "%s: status %d, not %d\n", test.name, status, test.expected);
+        std::_Exit(right ? 0 : 1);
+    }
+    int result = 0;
+    if (child < 0 || waitpid(child, &result, 0) != child) return false;
+    if (!WIFEXITED(result)) std::fprintf(stderr, "%s: NULL crashes it\n", test.name);
+    return WIFEXITED(result) && WEXITSTATUS(result) == 0;
+}
+
+}  // namespace
+
+int main() {
+    Rig rig;
+    int total = 0, wrong = 0;
+    for (const auto& cases :
+         {owner_cases(rig), hash_and_copy_cases(rig), pool_cases(rig), request_cases(rig), reading_cases(rig)})
+        for (const Case& test : cases) {
+            ++total;
+            wrong += !run(test, rig);
+        }
+    std::printf("%d of %d calls with NULL were answered as they should be\n", total - wrong, total);
+    return wrong != 0;
+}

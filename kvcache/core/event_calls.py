@@ -1,0 +1,70 @@
+"""The manager as the source of KV events: which keys became findable, which went."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcache.core.events.labels import GroupLabel, MediaSpan, RequestLabel
+from kvcache.core.events.runs import ClearedRun, RemovedRun, Run, StoredRun
+from kvcache.core.media import Media
+from kvcache.core.tier_calls import TierCalls
+
+
+class EventCalls(TierCalls):
+    """What `kvcache.core.events` needs of a manager that was made with `events=True`."""
+
+    def take_runs(self) -> list[Run]:
+        """Keys that became findable or went since the last call, in order, as runs of blocks.
+
+        A `ClearedRun` first: events were lost, because nobody took them. What follows is right,
+        and what was stored before it is not told again.
+        """
+        ffi, lib = self._ffi, self._lib
+        sizes = [ffi.new("int64_t*") for _ in range(3)]
+        self._call(lib.kvc_event_sizes, *sizes)
+        n_runs, n_keys, n_tokens = (int(size[0]) for size in sizes)
+        heads = ffi.new("kvc_event_run[]", max(n_runs, 1))
+        keys = np.empty((max(n_keys, 1), 32), np.uint8)
+        tokens = np.empty(max(n_tokens, 1), np.int32)
+        self._call(
+            lib.kvc_take_events,
+            heads,
+            ffi.from_buffer("uint8_t[]", keys),
+            ffi.from_buffer("int32_t[]", tokens),
+        )
+        runs: list[Run] = []
+        key_at = token_at = 0
+        for i in range(n_runs):
+            head = heads[i]
+            rows = keys[key_at : key_at + head.n_keys]
+            text = tokens[token_at : token_at + head.n_tokens]
+            key_at, token_at = key_at + head.n_keys, token_at + head.n_tokens
+            if head.kind == lib.KVC_EVENT_STORED:
+                block = self.geometry.block_tokens[head.group]
+                ends = head.first_end + block * np.arange(head.n_keys, dtype=np.int64)
+                parent = bytes(head.parent) if head.has_parent else None
+                runs.append(
+                    StoredRun(head.group, head.handle, head.ns, parent, rows, ends, text)
+                )
+            elif head.kind == lib.KVC_EVENT_REMOVED:
+                runs.append(RemovedRun(head.group, head.ns, rows))
+            else:
+                runs.append(ClearedRun())
+        return runs
+
+    def group_labels(self) -> list[GroupLabel]:
+        """What events call the groups."""
+        return [
+            GroupLabel(
+                self.geometry.block_tokens[g],
+                spec.kind,
+                spec.rules.lead_tokens + 1 if spec.kind.startswith("sliding_window") else None,
+            )
+            for g, spec in enumerate(self.geometry.groups)
+        ]
+
+
+def request_label(session: str, media: tuple[Media, ...]) -> RequestLabel:
+    """What events say of a request beside its keys."""
+    spans = tuple(MediaSpan(m.identifier, m.offset_tokens, m.length_tokens) for m in media)
+    return RequestLabel(session or None, spans)

@@ -1,0 +1,94 @@
+"""Events to msgpack, byte for byte what vLLM 0.33.0's encoder writes.
+
+A batch is the array `[ts, [event, ...], data_parallel_rank]`; an event is a map whose first entry
+is `"type"`, then the fields in order. Optional fields that are None are left out. The encoder of
+vLLM chooses a map's header by the number of fields that the type has, not by the number written:
+BlockStored has more than 15, so its header is always the three-byte one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+import msgpack
+
+from kvcache.core.errors import InputError
+from kvcache.core.events.records import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+)
+
+WRITTEN_EVEN_IF_NONE = {
+    BlockStored: 7,
+    BlockRemoved: 2,
+    AllBlocksCleared: 0,
+}
+"""The first so many fields have no default in vLLM, and are always on the wire."""
+
+
+def _pack(value: object) -> bytes:
+    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    return packed
+
+
+_KEYS = {
+    kind: tuple((f.name, _pack(f.name), i < required) for i, f in enumerate(fields(kind)))
+    for kind, required in WRITTEN_EVEN_IF_NONE.items()
+}
+_TAGS = {kind: _pack("type") + _pack(kind.__name__) for kind in WRITTEN_EVEN_IF_NONE}
+
+
+def encode_event(event: Event) -> bytes:
+    """The map of one event. `InputError` if a field holds what msgpack cannot carry."""
+    kind = type(event)
+    if kind not in _KEYS:
+        raise InputError(f"a {kind.__name__} is no KV event")
+    try:
+        parts = [
+            key + _pack(value)
+            for name, key, always in _KEYS[kind]
+            if (value := getattr(event, name)) is not None or always
+        ]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(f"a {kind.__name__} cannot be encoded: {error}") from error
+    count = len(parts) + 1
+    header = b"\xde" + count.to_bytes(2, "big") if kind is BlockStored else bytes((0x80 | count,))
+    return b"".join((header, _TAGS[kind], *parts))
+
+
+def _array_header(count: int) -> bytes:
+    packer = msgpack.Packer(autoreset=False)
+    packer.pack_array_header(count)
+    header: bytes = packer.bytes()
+    return header
+
+
+def _frame(ts: float, rank: int | None, events: Sequence[bytes]) -> bytes:
+    head = b"\x93" + _pack(float(ts)) + _array_header(len(events))
+    return b"".join((head, *events, _pack(rank)))
+
+
+def encode_batch(batch: EventBatch) -> bytes:
+    """One payload."""
+    return _frame(batch.ts, batch.data_parallel_rank, [encode_event(e) for e in batch.events])
+
+
+def encode_batches(batch: EventBatch, max_bytes: int) -> Iterator[bytes]:
+    """One or more payloads, cut between events so that each stays near `max_bytes`.
+
+    An event that is larger than that goes alone.
+    """
+    waiting: list[bytes] = []
+    size = 0
+    for event in batch.events:
+        encoded = encode_event(event)
+        if waiting and size + len(encoded) > max_bytes:
+            yield _frame(batch.ts, batch.data_parallel_rank, waiting)
+            waiting, size = [], 0
+        waiting.append(encoded)
+        size += len(encoded)
+    yield _frame(batch.ts, batch.data_parallel_rank, waiting)

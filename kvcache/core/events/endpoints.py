@@ -1,0 +1,30 @@
+"""ZeroMQ endpoints as vLLM 0.33.0 reads them: who binds, and one port per data-parallel rank."""
+
+from __future__ import annotations
+
+from kvcache.core.errors import ConfigError
+
+
+def is_bound(endpoint: str) -> bool:
+    """Whether a publisher binds this endpoint; it connects to any other."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+
+
+def for_rank(endpoint: str, rank: int) -> str:
+    """The endpoint of one data-parallel rank: tcp ports count up, names get a suffix.
+
+    Port 0 and rank 0 change nothing. `ConfigError` for what is neither tcp, ipc nor inproc.
+    """
+    if rank < 0:
+        raise ConfigError(f"data_parallel_rank is {rank}: it must be 0 or more")
+    scheme, _, address = endpoint.partition("://")
+    if scheme not in {"tcp", "ipc", "inproc"} or not address:
+        raise ConfigError(
+            f"endpoint {endpoint!r}: give tcp://HOST:PORT, ipc://PATH or inproc://NAME"
+        )
+    if scheme != "tcp":
+        return f"{endpoint}_dp{rank}" if rank else endpoint
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal():
+        raise ConfigError(f"endpoint {endpoint!r} has no port: give tcp://HOST:PORT")
+    return f"tcp://{host}:{int(port) + rank}" if int(port) else endpoint

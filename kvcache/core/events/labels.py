@@ -1,0 +1,88 @@
+"""What events say beside keys and tokens: the kind of a group, the root of a namespace, a session.
+
+The manager counts in numbers (group, namespace, handle); these records give the numbers their
+names on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvcache.core.events.records import ExtraKeys
+
+
+class GroupLabel(NamedTuple):
+    """One group of a geometry."""
+
+    block_tokens: int
+    """Tokens of one key's block: a page's, or the grid for a recurrent state."""
+    kind: str
+    """A value of vLLM's `KVCacheSpecKind`: full_attention, mla_attention, sliding_window, ..."""
+    window_tokens: int | None = None
+
+
+class NamespaceLabel(NamedTuple):
+    """One root of hash chains."""
+
+    lora_name: str | None = None
+    lora_id: int | None = None
+    salt: str = ""
+    """Published with the first block, as vLLM does, so that consumers that hash tokens of their
+    own do not mix salts. Give "" to keep it to yourself."""
+    foreign: bytes | None = None
+    """32 bytes if the keys are an engine's own digests; None for native keys."""
+
+
+class MediaSpan(NamedTuple):
+    """An image or sound in the prompt, in tokens."""
+
+    identifier: str
+    offset_tokens: int
+    length_tokens: int
+
+
+class RequestLabel(NamedTuple):
+    """One request."""
+
+    session_id: str | None = None
+    media: tuple[MediaSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """All names of one manager. The mappings stay the caller's, and are read at each call.
+
+    A number that a mapping lacks has an empty label. A request's label must last until the step
+    that wrote its last block has ended: later than `finish`.
+    """
+
+    groups: Sequence[GroupLabel]
+    namespaces: Mapping[int, NamespaceLabel] = field(default_factory=dict)
+    requests: Mapping[int, RequestLabel] = field(default_factory=dict)
+
+
+def extra_keys(
+    start: int, blocks: int, block_tokens: int, namespace: NamespaceLabel, request: RequestLabel
+) -> tuple[ExtraKeys, ...] | None:
+    """One entry for each of `blocks` blocks from token `start` on; None if all are empty.
+
+    Contents and order are vLLM's: LoRA name, (media id, offset seen from the block), cache salt in
+    the first block of a prompt. Cost: blocks * media.
+    """
+    if not (namespace.lora_name or request.media or (namespace.salt and start == 0)):
+        return None
+    entries: list[ExtraKeys] = []
+    for first in range(start, start + blocks * block_tokens, block_tokens):
+        keys: list[object] = [namespace.lora_name] if namespace.lora_name else []
+        keys += [
+            (span.identifier, span.offset_tokens - first)
+            for span in request.media
+            if span.offset_tokens < first + block_tokens
+            and span.offset_tokens + span.length_tokens > first
+        ]
+        if first == 0 and namespace.salt:
+            keys.append(namespace.salt)
+        entries.append(tuple(keys) or None)
+    return tuple(entries) if any(entries) else None

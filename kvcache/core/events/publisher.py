@@ -1,0 +1,299 @@
+"""Publishes event batches over ZeroMQ, with a replay endpoint, as vLLM 0.33.0's publisher does.
+
+    engine thread:  publish --> [ bounded queue ]
+    own thread:                   --> number, encode --> PUB     (topic, seq, payload)
+                                        +-> [ replay buffer ] --> ROUTER  on request
+
+`publish` never waits for a subscriber. What finds the queue full is dropped, and its sequence
+number with it: subscribers see a gap, and learn from the replay endpoint that it is for good.
+The thread does not die silently: its error is raised by the next `publish`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, Self
+
+import zmq
+
+from kvcache.core.errors import ConfigError, InputError, KVCacheError, MisuseError
+from kvcache.core.events.encode import encode_batches
+from kvcache.core.events.endpoints import for_rank, is_bound
+from kvcache.core.events.outbox import Outbox
+from kvcache.core.events.records import Event, EventBatch, with_int_hashes
+from kvcache.core.events.replay import ReplayBuffer
+from kvcache.core.events.replay_server import ReplayServer
+
+LOGGER = logging.getLogger(__name__)
+
+IDLE_MILLISECONDS = 1000
+BLOCKED_MILLISECONDS = 10
+LIVE_SLICE = 64
+"""Live batches sent before replays get their turn."""
+
+
+class EventStreamError(KVCacheError, RuntimeError):
+    """The thread that publishes has ended: no event reaches anybody any more."""
+
+
+class PublisherStats(NamedTuple):
+    """Counts since the start."""
+
+    batches: int
+    bytes: int
+    dropped: int
+    """Gaps: batches that found the queue full, could not be encoded, or were lost before."""
+    replays: int
+    replayed_batches: int
+    bad_requests: int
+    failed_replays: int
+    """Ended by their deadline, or because the client had gone."""
+    queued: int
+    buffered_batches: int
+    buffered_bytes: int
+
+
+class EventPublisher:
+    """One stream of numbered batches. Methods may be called from any thread.
+
+    Args:
+        endpoint: of the PUB socket. Bound if it has `*` or `::` in it or is ipc or inproc, else
+            connected to: vLLM's rule.
+        replay_endpoint: of the ROUTER socket, always bound; None: no replay.
+        data_parallel_rank: written into each batch, and added to the ports.
+        max_queue_batches: that wait for the thread.
+        buffer_batches, buffer_bytes: bounds of what a replay can give.
+        hwm: batches that ZeroMQ holds for one slow subscriber before it drops.
+        max_batch_bytes: larger batches are cut between events.
+        int_hashes: send the low 64 bits of each key as an integer: vLLM's default, for consumers
+            that take nothing else. Bytes are the whole key, and safe from collisions.
+        replay_timeout_seconds: a client that takes nothing for so long is dropped.
+    """
+
+    def __init__(
+        self,
+        endpoint: str = "tcp://*:5557",
+        *,
+        replay_endpoint: str | None = None,
+        topic: str = "",
+        data_parallel_rank: int = 0,
+        max_queue_batches: int = 1_000,
+        buffer_batches: int = 10_000,
+        buffer_bytes: int = 256 * 2**20,
+        hwm: int = 100_000,
+        max_batch_bytes: int = 2**20,
+        replay_timeout_seconds: float = 30.0,
+        int_hashes: bool = False,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        _check_positive(
+            max_queue_batches=max_queue_batches,
+            buffer_batches=buffer_batches,
+            buffer_bytes=buffer_bytes,
+            hwm=hwm,
+            max_batch_bytes=max_batch_bytes,
+            replay_timeout_seconds=replay_timeout_seconds,
+        )
+        self._topic = topic.encode()
+        self._rank = data_parallel_rank
+        self._max_batch_bytes = max_batch_bytes
+        self._int_hashes = int_hashes
+        self._outbox = Outbox(max_queue_batches)
+        self._buffer = ReplayBuffer(max_batches=buffer_batches, max_bytes=buffer_bytes)
+        self._seq = 0
+        self._batches = self._bytes = self._unencodable = 0
+        self._closing_at: float | None = None
+        self._failure: BaseException | None = None
+        context = context or zmq.Context.instance()
+        self._pub = context.socket(zmq.PUB)
+        self._router = context.socket(zmq.ROUTER) if replay_endpoint is not None else None
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._replays: ReplayServer | None = None
+        self.endpoint, self.replay_endpoint = self._open(endpoint, replay_endpoint, hwm)
+        if self._router is not None:
+            self._replays = ReplayServer(
+                self._router, self._buffer, self._topic, replay_timeout_seconds
+            )
+        self._thread = threading.Thread(target=self._run, name="kvcache-events", daemon=True)
+        self._thread.start()
+
+    # ---- any thread ----------------------------------------------------------------------------
+
+    def publish(self, events: Sequence[Event], *, ts: float | None = None) -> bool:
+        """Queue the events of one step; `ts` in seconds since the epoch, default now.
+
+        False: the queue was full, the batch is dropped and shows as a gap. No events: nothing is
+        sent. `EventStreamError` if the thread has ended, `MisuseError` after `close`.
+        """
+        self._check_open()
+        if not events:
+            return True
+        now = time.time() if ts is None else ts
+        batch = EventBatch(ts=now, events=tuple(events), data_parallel_rank=self._rank)
+        taken = self._outbox.put(batch)
+        self._wake()
+        return taken
+
+    def gap(self) -> None:
+        """Skip a number: events were lost before they came here, and subscribers shall see it."""
+        self._check_open()
+        self._outbox.put_gap()
+        self._wake()
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until all that was published is with ZeroMQ. False: not within the time."""
+        return self._outbox.wait_empty(timeout_seconds)
+
+    def close(self, timeout_seconds: float = 2.0) -> bool:
+        """Send what is queued, end replays, free the sockets. Again: nothing more happens.
+
+        False: the thread did not end within the time, or left batches unsent.
+        """
+        if self._closing_at is None:
+            self._closing_at = time.monotonic() + timeout_seconds
+        self._wake()
+        self._thread.join(timeout_seconds + 1.0)
+        return not self._thread.is_alive() and not len(self._outbox)
+
+    def stats(self) -> PublisherStats:
+        """Counts, as they are now; not all of one moment."""
+        replays = self._replays.counts if self._replays is not None else ReplayServer.NO_COUNTS
+        return PublisherStats(
+            batches=self._batches,
+            bytes=self._bytes,
+            dropped=self._outbox.dropped + self._unencodable,
+            queued=len(self._outbox),
+            buffered_batches=len(self._buffer),
+            buffered_bytes=self._buffer.bytes,
+            **replays,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise EventStreamError(
+                f"the publishing thread has ended: {type(self._failure).__name__}: {self._failure}"
+            ) from self._failure
+        if self._closing_at is not None:
+            raise MisuseError("publish after close: the publisher is closed")
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: the thread is awake; closed: it has ended
+            self._wake_write.send(b"\0")
+
+    # ---- sockets -------------------------------------------------------------------------------
+
+    def _open(self, endpoint: str, replay: str | None, hwm: int) -> tuple[str, str | None]:
+        """Bind or connect; where the sockets really are (a port of 0 becomes the port given)."""
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        place = endpoint
+        try:
+            place = for_rank(endpoint, self._rank)
+            self._pub.set_hwm(hwm)
+            if is_bound(place):
+                self._pub.bind(place)
+            else:
+                self._pub.connect(place)
+            bound = self._pub.get_string(zmq.LAST_ENDPOINT)
+            if self._router is None or replay is None:
+                return bound, None
+            place = for_rank(replay, self._rank)
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._router.bind(place)
+            return bound, self._router.get_string(zmq.LAST_ENDPOINT)
+        except (zmq.ZMQError, ConfigError) as error:
+            self._close_sockets(0)
+            raise ConfigError(f"events cannot be published at {place}: {error}") from error
+
+    def _close_sockets(self, linger_milliseconds: int) -> None:
+        self._pub.close(linger=linger_milliseconds)
+        if self._router is not None:
+            self._router.close(linger=linger_milliseconds)
+        self._wake_read.close()
+        self._wake_write.close()
+
+    # ---- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._failure = error
+            LOGGER.exception("the thread that publishes KV events has ended")
+        finally:
+            left = (self._closing_at or 0.0) - time.monotonic()
+            self._close_sockets(max(0, int(left * 1000)))
+            self._outbox.shut()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_read, zmq.POLLIN)
+        if self._router is not None:
+            poller.register(self._router, zmq.POLLIN)
+        while not self._finished():
+            poller.poll(self._patience())
+            with contextlib.suppress(BlockingIOError):
+                self._wake_read.recv(4096)
+            self._send_live()
+            if self._replays is not None:
+                self._replays.serve()
+
+    def _patience(self) -> int:
+        """Milliseconds that the thread may sleep if nothing wakes it."""
+        if len(self._outbox):
+            return 0
+        if self._replays is not None and self._replays.busy:
+            return BLOCKED_MILLISECONDS if self._replays.blocked else 0
+        return BLOCKED_MILLISECONDS if self._closing_at is not None else IDLE_MILLISECONDS
+
+    def _finished(self) -> bool:
+        if self._closing_at is None:
+            return False
+        busy = len(self._outbox) or (self._replays is not None and self._replays.busy)
+        return not busy or time.monotonic() >= self._closing_at
+
+    def _send_live(self) -> None:
+        for _ in range(LIVE_SLICE):
+            item = self._outbox.take()
+            if item is None:
+                return
+            if isinstance(item, EventBatch):
+                self._send(item)
+            else:
+                self._seq += item
+            self._outbox.done()
+
+    def _send(self, batch: EventBatch) -> None:
+        try:
+            if self._int_hashes:
+                batch = replace(batch, events=tuple(map(with_int_hashes, batch.events)))
+            payloads = list(encode_batches(batch, self._max_batch_bytes))
+        except InputError:
+            LOGGER.exception("a batch of KV events is dropped")
+            self._unencodable += 1
+            self._seq += 1
+            return
+        for payload in payloads:
+            self._pub.send_multipart((self._topic, self._seq.to_bytes(8, "big"), payload))
+            self._buffer.append(self._seq, payload)
+            self._batches += 1
+            self._bytes += len(payload)
+            self._seq += 1
+
+
+def _check_positive(**settings: float) -> None:
+    for name, value in settings.items():
+        if not value > 0:
+            raise ConfigError(f"EventPublisher.{name} is {value}: it must be above 0")

@@ -1,0 +1,107 @@
+"""KV events: what a pool tells the outside about its keys, field by field as vLLM 0.33.0 has it.
+
+Field names, order and defaults are those of `vllm/distributed/kv_events.py` (vLLM 0.33.0), so that
+its consumers read ours. One field is our own and last: `namespace`, set for foreign keys alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+MEDIUM_GPU = "GPU"
+MEDIUM_CPU = "CPU"
+MEDIUM_STORAGE = "STORAGE"
+
+BlockHash: TypeAlias = bytes | int
+"""A key on the wire: 32 bytes from us; vLLM sends bytes or, by default, the low 64 bits as int."""
+
+ExtraKeys: TypeAlias = tuple[object, ...] | None
+"""What one block's key covers beside its tokens: LoRA name, (media id, offset), cache salt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockStored:
+    """A run of blocks got keys: `block_hashes[i]` follows `parent_block_hash` by i + 1 blocks.
+
+    `token_ids` has `len(block_hashes) * block_size` tokens, or none where the publisher does not
+    know them. (Sparse streams of vLLM 0.33.0 break this: see docs/events.md.)
+    """
+
+    block_hashes: tuple[BlockHash, ...]
+    parent_block_hash: BlockHash | None
+    """The key of the block before the first; None at the start of a request."""
+    token_ids: tuple[int, ...]
+    block_size: int
+    """Tokens per block."""
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: tuple[ExtraKeys, ...] | None = None
+    """One entry per block, or None if no block has any."""
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    """Tokens."""
+    locality: str | None = None
+    """LOCAL or REMOTE, seen from the publisher."""
+    ownership: str | None = None
+    session_id: str | None = None
+    """The session whose request wrote the blocks; others may share them."""
+    lookahead_token_ids: tuple[tuple[int, ...], ...] | None = None
+    namespace: bytes | None = None
+    """32 bytes for foreign keys: equal digests of two namespaces are different keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRemoved:
+    """These keys are gone from one group of one medium. Order means nothing."""
+
+    block_hashes: tuple[BlockHash, ...]
+    medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    namespace: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """Forget every key of the publisher, in every group and medium.
+
+    They are gone, or events were lost and the publisher starts over: then some are still there, and
+    are not told again until they are stored again. So a consumer never believes too much.
+    """
+
+
+Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventBatch:
+    """The events of one step, in the order in which they happened."""
+
+    ts: float
+    """Seconds since the epoch."""
+    events: tuple[Event, ...]
+    data_parallel_rank: int | None = None
+
+
+def int_hash(key: BlockHash) -> int:
+    """The low 64 bits of a key, as vLLM sends them by default."""
+    return key if isinstance(key, int) else int.from_bytes(key, "big") & (2**64 - 1)
+
+
+def with_int_hashes(event: Event) -> Event:
+    """The event with every key as `int_hash`."""
+    if isinstance(event, AllBlocksCleared):
+        return event
+    hashes = tuple(map(int_hash, event.block_hashes))
+    if isinstance(event, BlockRemoved):
+        return replace(event, block_hashes=hashes)
+    parent = event.parent_block_hash
+    return replace(
+        event,
+        block_hashes=hashes,
+        parent_block_hash=None if parent is None else int_hash(parent),
+    )

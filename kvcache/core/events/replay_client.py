@@ -1,0 +1,61 @@
+"""Asks a replay endpoint for what was missed: a fresh socket for each question, one deadline for each answer."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import NamedTuple
+
+import zmq
+
+from kvcache.core.events.replay import END_SEQ
+
+MAX_SEQ = 2**63 - 1
+
+
+class ReplayAnswer(NamedTuple):
+    """One batch, or the reason why no more come."""
+
+    seq: int
+    payload: bytes
+    failure: str = ""
+
+
+def sequence_number(frame: bytes) -> int | None:
+    """The number in a frame of 8 bytes, big endian; None if it is none (or the end mark)."""
+    seq = int.from_bytes(frame, "big") if len(frame) == 8 else MAX_SEQ + 1
+    return seq if seq <= MAX_SEQ else None
+
+
+def ask_replay(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, timeout_seconds: float
+) -> Generator[ReplayAnswer]:
+    """Batches from number `start` on, ascending, as they come; ends with the endpoint's end mark.
+
+    Waits at most `timeout_seconds` for each answer; if nothing comes, or nonsense, the last answer
+    carries a `failure`. A reader that pauses makes the endpoint pause. Answers of older publishers,
+    which leave the topic out, are read too.
+    """
+    least = start
+    dealer = context.socket(zmq.DEALER)
+    try:
+        dealer.set_hwm(1000)  # a slow reader slows the endpoint down, not fills the memory
+        dealer.connect(endpoint)
+        dealer.setsockopt(zmq.SNDTIMEO, int(timeout_seconds * 1000))
+        dealer.send_multipart((b"", start.to_bytes(8, "big")))
+        while True:
+            if not dealer.poll(int(timeout_seconds * 1000)):
+                yield ReplayAnswer(-1, b"", f"no end of the replay within {timeout_seconds} s")
+                return
+            frames = dealer.recv_multipart()
+            if len(frames) in {3, 4} and frames[-2] == END_SEQ:
+                return
+            seq = sequence_number(frames[-2]) if len(frames) in {3, 4} else None
+            if seq is None or seq < least:
+                yield ReplayAnswer(-1, b"", "the replay endpoint answered nonsense")
+                return
+            least = seq + 1
+            yield ReplayAnswer(seq, frames[-1])
+    except zmq.ZMQError as error:
+        yield ReplayAnswer(-1, b"", f"{endpoint}: {error}")
+    finally:
+        dealer.close(linger=0)

@@ -1,0 +1,81 @@
+"""What goes into a prompt beside tokens: images and sound by identifier, embeddings by content."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core.errors import ConfigError
+
+_MEDIA_DOMAIN = b"kvcache/media/1\0"
+_EMBEDDING_DOMAIN = b"kvcache/embedding/1\0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Media:
+    """An image, a sound, ... that stands at `length_tokens` placeholder tokens.
+
+    Args:
+        identifier: names the content (a digest of the file, say): equal identifiers share KV.
+    """
+
+    identifier: str
+    offset_tokens: int
+    length_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PromptEmbeddings:
+    """Embeddings `[tokens, width]` that replace those of the tokens from `offset_tokens` on."""
+
+    offset_tokens: int
+    values: NDArray[Any]
+
+
+Extra = tuple[int, int, bytes]
+"""Offset and length in tokens, and the digest of what stands there."""
+
+
+def extras(
+    media: Sequence[Media], embeddings: Sequence[PromptEmbeddings], hash_unit_tokens: int
+) -> list[Extra]:
+    """What goes into the keys, ascending. Cost: linear in items and embedding bytes."""
+    items = [_media_extra(item) for item in media]
+    for item in embeddings:
+        items += _embedding_extras(item, hash_unit_tokens)
+    return sorted(items)
+
+
+def _media_extra(item: Media) -> Extra:
+    try:
+        digest = hashlib.sha256(_MEDIA_DOMAIN + item.identifier.encode()).digest()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise ConfigError(
+            f"media identifier {item.identifier!r} must be a valid text: {error}"
+        ) from error
+    return item.offset_tokens, item.length_tokens, digest
+
+
+def _embedding_extras(item: PromptEmbeddings, unit: int) -> Iterator[Extra]:
+    """One for each hash unit, so that prompts share what is equal in their heads."""
+    values = np.asarray(item.values)
+    if values.ndim != 2 or not len(values):
+        raise ConfigError(
+            f"prompt embeddings have shape {values.shape}: it must be [tokens, width]"
+        )
+    start, end = item.offset_tokens, item.offset_tokens + len(values)
+    if values.dtype.hasobject:
+        raise ConfigError(f"prompt embeddings are of type {values.dtype}: give numbers")
+    header = f"{values.dtype.str}/{values.dtype.name}/{values.shape[1]}\0".encode()
+    header = _EMBEDDING_DOMAIN + header
+    at = start
+    while at < end:
+        stop = min((at // unit + 1) * unit, end)
+        part = np.ascontiguousarray(values[at - start : stop - start]).tobytes()
+        yield at, stop - at, hashlib.sha256(header + part).digest()
+        at = stop

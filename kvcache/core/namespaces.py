@@ -1,0 +1,99 @@
+"""Who may share a prefix: a number for each root of hash chains that is in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from kvcache.core.hashing import NATIVE_NAMESPACE, Fingerprint, root_digest
+
+KEPT_NAMESPACES = 1024
+"""Above so many, numbers that nothing uses any more are given to new roots."""
+
+_LOOKED_AT = 32
+"""Numbers that one new root looks at, to find an unused one."""
+
+
+class Namespace(NamedTuple):
+    """One root."""
+
+    root: bytes
+    """32 bytes: first parent of native chains; the namespace of foreign keys."""
+    foreign: bool
+    salt: str
+    lora: str
+
+    @property
+    def outside(self) -> bytes:
+        """The name in tiers: zeros for native keys, which hold the root anyway."""
+        return self.root if self.foreign else NATIVE_NAMESPACE
+
+
+class Namespaces:
+    """Numbers for roots. The number of a root never changes while anything uses it.
+
+    Args:
+        uses: how many keys, requests and records still carry a number.
+    """
+
+    def __init__(
+        self, fingerprint: Fingerprint, hash_unit_tokens: int, uses: Callable[[int], int]
+    ) -> None:
+        self.fingerprint = fingerprint
+        self.entries: list[Namespace] = []
+        self.outside: list[bytes] = []
+        """`entries[n].outside` by number."""
+        self._unit = hash_unit_tokens
+        self._uses = uses
+        self._numbers: dict[Namespace, int] = {}
+        self._versions: dict[str, str] = {}
+        self._next = 0
+
+    def number(self, *, salt: str, lora: str, foreign: bool) -> int:
+        """The number of a root, new where it has none."""
+        root = root_digest(
+            self.fingerprint,
+            hash_unit_tokens=self._unit,
+            salt=salt,
+            lora=lora,
+            lora_version=self._versions.get(lora, ""),
+        )
+        return self._intern(Namespace(root, foreign, salt, lora))
+
+    def _intern(self, entry: Namespace) -> int:
+        number = self._numbers.get(entry)
+        if number is not None:
+            return number
+        number = self._unused()
+        if number < 0:
+            number = len(self.entries)
+            self.entries.append(entry)
+            self.outside.append(entry.outside)
+        else:
+            del self._numbers[self.entries[number]]
+            self.entries[number], self.outside[number] = entry, entry.outside
+        self._numbers[entry] = number
+        return number
+
+    def _unused(self) -> int:
+        if len(self.entries) < KEPT_NAMESPACES:
+            return -1
+        for _ in range(_LOOKED_AT):
+            self._next = (self._next + 1) % len(self.entries)
+            if not self._uses(self._next):
+                return self._next
+        return -1
+
+    def matching(self, salt: str | None, lora: str | None) -> Iterator[int]:
+        """Numbers of all roots with this salt and this adapter; None: any."""
+        for entry, number in self._numbers.items():
+            if salt in {None, entry.salt} and lora in {None, entry.lora}:
+                yield number
+
+    def of_digest(self, outside: bytes) -> list[int]:
+        """Numbers under which keys of an outside namespace may be filed."""
+        return [number for number, name in enumerate(self.outside) if name == outside]
+
+    def set_lora_version(self, lora: str, version: str) -> None:
+        """From now on the adapter has other roots."""
+        self._versions[lora] = version

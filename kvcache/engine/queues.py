@@ -1,0 +1,160 @@
+"""Requests by what they wait for, and how they pass from one queue to the next.
+
+    waiting --admit--> running --finish--> (gone)
+       |  ^               |
+       |  +---preempt-----+
+       +--admit--> loading --load ended--> running, or waiting again if it failed
+
+Pages are held by those that run or load.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from kvcache.connectors.driver import Offload
+from kvcache.core.manager import Manager
+from kvcache.core.records import Grant, Hit
+from kvcache.engine.request import Request, Status
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the engine was made; tokens unless the name says otherwise."""
+
+    computed_tokens: int = 0
+    device_tokens: int = 0
+    """Adopted from the device, at first admission or after a preemption."""
+    restored_tokens: int = 0
+    """Adopted from a tier, at first admission or after a preemption."""
+    recomputed_tokens: int = 0
+    """Of `computed_tokens`: held before by the same request, lost to a preemption."""
+    preemptions: int = 0
+    failed_loads: int = 0
+    steps: int = 0
+    finished_requests: int = 0
+
+
+def age(request: Request) -> int:
+    """Rank of arrival: the order of every queue."""
+    return request.order
+
+
+class Queues:
+    """Keeps the manager and the tier informed of what becomes of each request.
+
+    Attributes:
+        waiting, running: oldest first.
+        loading: by handle.
+    """
+
+    def __init__(self, manager: Manager, offload: Offload | None) -> None:
+        self.counters = Counters()
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.loading: dict[int, Request] = {}
+        self._manager = manager
+        self._offload = offload
+        self._refused: Request | None = None
+        self._refused_at: list[int] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.waiting or self.running or self.loading)
+
+    # ---- entering and leaving ------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
+        insort(self.waiting, request, key=age)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, in any state. The caller closes it in the manager right after."""
+        if request.status is Status.LOADING:
+            del self.loading[request.id]
+            self._wake(request)
+        else:
+            (self.waiting if request.status is Status.WAITING else self.running).remove(request)
+        request.status = Status.DONE
+        self._refused = None
+        if self._offload is not None:
+            self._offload.forget(request.id)
+
+    def preempt(self, request: Request) -> None:
+        """Take the pages of a running request; it keeps its tokens and is looked up again."""
+        self.running.remove(request)
+        if self._offload is not None:
+            self._offload.release(request.id)
+        self._manager.preempt(request.id)
+        self._wait_again(request)
+        self.counters.preemptions += 1
+
+    def _wait_again(self, request: Request) -> None:
+        request.lose_pages()
+        insort(self.waiting, request, key=age)
+        self._refused = None
+
+    def collect_loads(self) -> int:
+        """Move requests whose load ended since the last call; returns how many. Never blocks."""
+        ended = 0
+        for handle, ok in self._offload.poll() if self._offload is not None else ():
+            request = self.loading.pop(handle, None)
+            if request is None:
+                continue
+            ended += 1
+            self._wake(request)
+            if ok:
+                self._run(request, *request.adopting)
+            else:
+                self.counters.failed_loads += 1
+                self._wait_again(request)
+        return ended
+
+    def _wake(self, loaded: Request) -> None:
+        """Its load has ended: who waited for it is looked up again."""
+        for request in self.waiting:
+            if request.awaits is loaded:
+                request.awaits = None
+
+    def _run(self, request: Request, device_tokens: int, host_tokens: int) -> None:
+        request.adopt(device_tokens, host_tokens)
+        self.counters.device_tokens += device_tokens
+        self.counters.restored_tokens += host_tokens
+        insort(self.running, request, key=age)
+
+    def _park(self, request: Request, hit: Hit, grant: Grant) -> None:
+        """Its load is in flight: it holds the pages of the hit and computes nothing."""
+        device = min(hit.device_tokens, grant.hit_tokens)
+        request.adopting = (device, grant.hit_tokens - device)
+        request.granted = grant.hit_tokens
+        request.status = Status.LOADING
+        self.loading[request.id] = request
+
+    # ---- who is first, who was refused -----------------------------------------------------------
+
+    def _is_oldest(self, request: Request) -> bool:
+        """Of all that are open: the one that the manager keeps room for."""
+        others = [*self.waiting[:1], *self.running[:1], *self.loading.values()]
+        return request.order <= min(map(age, others))
+
+    def _held(self) -> list[int]:
+        """Pages with a reference, of each size class."""
+        return [c.held for c in self._manager.arena_stats().classes]
+
+    def _note_refusal(self, request: Request) -> None:
+        """There was no space for it: it is not asked again before some comes free."""
+        self._refused, self._refused_at = request, self._held()
+
+    def _forget_refusal(self) -> None:
+        self._refused = None
+
+    def _is_refused(self, request: Request) -> bool:
+        return request is self._refused
+
+    def _still_full(self) -> bool:
+        """No page came free since a request was refused: asking again would change nothing."""
+        if not (self.running or self.loading):
+            return False
+        return all(n >= m for n, m in zip(self._held(), self._refused_at, strict=True))

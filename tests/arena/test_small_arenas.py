@@ -1,0 +1,77 @@
+"""Small arenas searched through: the rule always finishes, and every part of it is needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from arena.instances import instances
+from arena.rules import Group, Instance, Rule, smallest_arena
+from arena.search import Verdict, search
+from laws.cases import SCALE
+
+STATES = 500 * SCALE
+"""An instance with more is undecided, which is no failure; most have fewer."""
+SAMPLED = list(instances())[7 :: max(1, 60 // SCALE)]
+
+
+def small(pages: tuple[int, ...], windows: tuple[int, ...], lengths: tuple[int, ...]) -> Instance:
+    """Every group in a class of its own."""
+    return Instance(pages, tuple(Group(c, w) for c, w in enumerate(windows)), lengths)
+
+
+THIN = small((1, 3), (0, 2), (3, 2))
+"""Pages of the oldest spread over slabs until another group's page has none."""
+DRAINS = small((2, 3), (0, 1), (3, 2, 2))._replace(fence=2)
+"""What the first refusal drains is taken while the second drains."""
+PINS = small((3, 1), (0, 2), (3, 2))._replace(transfers=2)
+"""Every pin ends, and the next one has begun."""
+FLIP = small((6, 5), (0, 5), (3, 6))
+"""The second request lies in too many slabs by the time it becomes the oldest."""
+OLDER_WAITS = small((1, 3), (0, 2), (2, 3))._replace(shared=1)
+ROUNDED = small((2, 3, 2), (0, 2, 1), (3, 2, 2))._replace(shared=1, transfers=2)
+
+
+def schedule(verdict: Verdict) -> str:
+    return "\n".join(map(str, verdict.path))
+
+
+@pytest.mark.parametrize("rule", [Rule(), Rule(whole_slabs=False)], ids=["as built", "any page"])
+def test_small_arenas_always_finish(rule: Rule) -> None:
+    outcomes = Counter[str]()
+    for instance in SAMPLED:
+        verdict = search(instance, rule, limit=STATES)
+        assert verdict.outcome in {"finishes", "undecided"}, f"{instance}\n{schedule(verdict)}"
+        outcomes[verdict.outcome] += 1
+    assert outcomes["finishes"] >= 0.7 * len(SAMPLED), outcomes
+
+
+WRONG = {
+    "no rule": (Rule(quota="off", freeze=False, freeze_pins=False), THIN),
+    "no quota": (Rule(quota="off"), THIN),
+    "quota not asked when pages are taken": (Rule(take_in_quota=False), FLIP),
+    "quota not asked when a hit is adopted": (Rule(cut_hits=False), FLIP),
+    "younger ones served while it is refused": (Rule(freeze=False), DRAINS),
+    "pins taken while it is refused": (Rule(freeze_pins=False), PINS),
+    "oldest running": (Rule(guaranteed="running"), OLDER_WAITS),
+    "no page to write the next state to": (Rule(working=0), PINS),
+    "slabs needed rounded down": (Rule(round_up=False), ROUNDED),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_every_part_of_the_rule_is_needed(name: str) -> None:
+    rule, instance = WRONG[name]
+    assert search(instance, rule).outcome in {"dead end", "livelock"}
+    assert search(instance, Rule()).outcome == "finishes"
+
+
+def test_a_stream_of_new_requests_does_not_starve_the_oldest() -> None:
+    for instance in SAMPLED[::4]:
+        verdict = search(instance._replace(stream=True), Rule(), limit=STATES)
+        assert verdict.outcome in {"finishes", "undecided"}, f"{instance}\n{schedule(verdict)}"
+
+
+def test_arenas_are_as_small_as_open_allows() -> None:
+    assert smallest_arena(THIN) == 4
+    assert max(map(smallest_arena, SAMPLED)) <= 4

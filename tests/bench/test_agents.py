@@ -1,0 +1,147 @@
+"""`kvcache bench agents`: settings, report, command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache import cli
+from kvcache.bench import agents, agents_peer
+from kvcache.bench.agents import AgentsBench, describe, run_agents_bench
+from kvcache.bench.agents_presets import PRESETS, peer_page_bytes
+from kvcache.bench.agents_trace import AgentTrace
+from kvcache.core.errors import ConfigError
+
+SMALL = AgentTrace(
+    sessions=3,
+    turns=2,
+    system_tokens=256,
+    first_tokens=200,
+    tool_tokens=150,
+    output_tokens=20,
+    seed=1,
+    max_running=2,
+)
+
+PEER = """
+import json, sys
+asked = json.load(sys.stdin)
+print(json.dumps({"vllm": "none"}), flush=True)
+for run in asked["runs"]:
+    size = 65536
+    print(json.dumps({**run, "hit_rate": 0.25, "block_bytes": size}), flush=True)
+"""
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(agents.TRACES, "short", SMALL)
+
+
+def run(**settings: Any) -> dict[str, Any]:
+    return run_agents_bench(AgentsBench(traces=("short",), **settings), lambda _: None)
+
+
+# ---- geometries ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state_bytes", ["block", "spec"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_our_grid_is_fine_and_nothing_is_padded(name: str, state_bytes: str) -> None:
+    geometry = PRESETS[name].geometry(state_bytes)
+    assert geometry.grid_tokens <= 128
+    assert max(geometry.padding()) == 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_both_sides_have_the_same_layers_and_bytes_per_token(name: str) -> None:
+    preset = PRESETS[name]
+    groups = preset.geometry("spec").groups
+    assert len(groups) == len(preset.peer_groups)
+    for ours, theirs in zip(groups, preset.peer_groups, strict=True):
+        assert (ours.kind == "mamba") == (theirs["kind"] == "state")
+        if theirs["kind"] == "state":
+            assert ours.page_bytes == peer_page_bytes(theirs)
+        else:
+            peer_rate = peer_page_bytes(theirs) / theirs["block_tokens"]
+            assert ours.page_bytes / ours.rules.block_tokens == peer_rate
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_state_may_take_as_much_as_the_block_of_the_peer(name: str) -> None:
+    preset = PRESETS[name]
+    for group in preset.geometry("block").groups:
+        if group.kind == "mamba":
+            assert group.page_bytes == preset.block_bytes
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small")
+def test_the_report_has_a_run_for_each_interval_and_declaration() -> None:
+    report = run(presets=("mixed3",), blocks=(40,), check=True)
+    (row,) = report["traces"]["short"]["pools"]
+    assert row["pool_bytes"] == 40 * 524_288
+    assert row["slabs"] * row["slab_bytes"] == row["pool_bytes"]
+    kinds = [(r["interval"], r["declared"]) for r in row["ours"]]
+    assert kinds == [(0, True), (0, False), (4096, True), (4096, False)]
+    for figures in row["ours"]:
+        ideal = row["ideal_declared" if figures["declared"] else "ideal_undeclared"]
+        assert figures["hit_rate"] == pytest.approx(ideal)
+        assert sum(figures["hits"]) == figures["hit_tokens"]
+    assert json.loads(json.dumps(report)) == report
+    lines = describe(report)
+    assert len(lines) == 3
+    assert "mixed3" in lines[2]
+
+
+@pytest.mark.usefixtures("small")
+def test_the_peer_stands_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "peer.py"
+    script.write_text(PEER)
+    monkeypatch.setitem(agents_peer.ask_peer.__kwdefaults__, "script", script)
+    peer = {"peer": "vllm", "peer_python": sys.executable}
+    report = run(presets=("gptoss",), blocks=(90, 200), **peer)
+    assert report["peer"] == {"vllm": "none"}
+    for row in report["traces"]["short"]["pools"]:
+        assert [r["interval"] for r in row["peer"]] == [None, 0, 128]
+    assert describe(report)[1].split()[-6:] == ["vLLM", "None", "vLLM", "0", "vLLM", "N"]
+    with pytest.raises(ConfigError, match="the pools would not be equal"):
+        run(presets=("mixed3",), blocks=(40,), **peer)
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small")
+def test_the_verb_writes_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--trace", "short", "--preset", "gptoss", "--blocks", "99", "--no-declare"]
+    assert cli.main(["bench", "agents", *arguments, "--interval", "0", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (row,) = report["traces"]["short"]["pools"]
+    (figures,) = row["ours"]
+    assert (figures["interval"], figures["declared"]) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "gpt"], "--preset is 'gpt': choose from gptoss"),
+        (["--interval", "100"], "multiples of gptoss's hit grid of 16 tokens"),
+        (["--interval", "-16"], "--interval is [-16]"),
+        (["--peer", "vllm"], "--peer and --peer-python belong together"),
+        (["--peer-python", "x"], "--peer and --peer-python belong together"),
+        (["--blocks", "1"], "--blocks is [1]"),
+        (["--model", "tiny"], "--model is an option of `bench engine`"),
+    ],
+)
+def test_wrong_settings_are_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "agents", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,166 @@
+"""`kvcache replay`: its flags, its JSON, its table, its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from replays.naive import BLOCK, naive_lru, random_trace, write_trace
+
+from kvcache import cli
+from kvcache.bench.traces import TraceRequest
+from kvcache.commands.replay import pool_size, retention, token_count
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("512", 512), ("1_000_000", 10**6), ("512k", 512_000), ("2.56M", 2_560_000), ("1G", 10**9)],
+)
+def test_token_counts_are_read(text: str, tokens: int) -> None:
+    assert token_count(text) == pool_size(text) == tokens
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0",
+        "-5",
+        "nan",
+        "",
+        "1.5",
+        "0.0001k",
+        "1e9",
+        "12Q",
+        "k",
+        "_1",
+        "\u0665",
+        "1" * 40,
+        "infinity",
+    ],
+)
+def test_other_token_counts_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"not a number of tokens.*or inf"):
+        pool_size(text)
+
+
+def test_inf_dense_and_zero_are_words_of_their_flags_only() -> None:
+    assert pool_size("inf") is None
+    assert retention("dense") is None
+    assert retention("0") == 0
+    for text in ("inf", "dense", "0"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            token_count(text)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write_trace(tmp_path / "t.jsonl", random_trace(5))
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    status = cli.main([str(a) for a in argv])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_json_is_one_object_with_all_figures(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("replay", trace, "--pool-tokens", "10.24k", "--check", "--json", "--seed", 7)
+    status, out, err = run(capsys, *argv)
+    report = json.loads(out)
+    assert (status, err) == (0, "")
+    expected: dict[str, Any] = {
+        "requests": 60,
+        "block_tokens": 512,
+        "pool_tokens": 10_240,
+        "leaked_blocks": 0,
+    }
+    expected |= {"retention": "dense", "seed": 7, "checks": 61, "preemptions": 0}
+    assert report == report | expected
+    assert report["hit_tokens"] == sum(naive_lru(random_trace(5), 1, 20))
+    assert report["hit_rate"] == report["hit_tokens"] / report["prompt_tokens"]
+    assert report["hit_rate_by_source"] == {"device": report["hit_rate"]}
+    assert report["peak_used_bytes"] == 20 * BLOCK * 128 * 1024
+    assert 0 < report["manager_seconds"] < report["wall_seconds"]
+    for field in ("ideal_hit_rate", "lost_tokens_by_cause", "checkpoints_per_request", "trace"):
+        assert field in report
+
+
+def test_without_json_a_table_is_printed(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("replay", trace, "--preset", "qwen3.5-9b", "--retention", 0, "--pool-tokens", "20k")
+    status, out, err = run(capsys, *argv)
+    assert (status, err) == (0, "")
+    assert "hit rate" in out
+    assert "states kept" in out
+    assert len(out.splitlines()) < 20
+
+
+def test_output_is_the_same_json_as_on_stdout(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = run(capsys, "replay", trace, "--json", "--output", tmp_path / "o.json")
+    assert status == 0
+    assert (tmp_path / "o.json").read_text() == out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--block-tokens", "100"), "--block-tokens 100 .*is not a multiple of the trace's block"),
+        (("--tp", "0"), "--tp is 0"),
+        (("--tp", "x"), "--tp: invalid int value"),
+        (("--oracle", "lru"), "--oracle: invalid choice"),
+        (("--preset", "gpt-oss-120b", "--oracle", "bytes"), "--oracle bytes knows"),
+        (("--pool-tokens", "-1"), "'-1' is not a number of tokens"),
+        (("--pool-tokens", "0"), "'0' is not a number of tokens"),
+        (("--pool-tokens", "nan"), "'nan' is not a number of tokens"),
+        (("--pool-tokens", "2k"), "line 3: the request has .* raise --pool-tokens to"),
+        (("--preset", "x"), "llama-3-8b, .*qwen3"),
+        (("--retention", "100"), "--retention 100"),
+        (("--retention", "some"), "'some' is not"),
+        (("--hours", "1"), "--hours 1.0 needs --lanes"),
+        (("--lanes", "2"), "--lanes replays live sessions"),
+        (("--lanes", "0"), "--lanes is 0"),
+        (("--lanes", "x"), "--lanes: invalid int value"),
+        (("--output",), "expected one argument"),
+    ],
+)
+def test_wrong_usage_ends_with_two_one_line_and_no_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
+    blocks = np.arange(4, dtype=np.int64)
+    sizes = ((1, 512, 1), (2, 512, 1), (3, 2048, 99))
+    requests = [TraceRequest(i, 0.0, "", 0, n, o, blocks[: n // 512]) for i, n, o in sizes]
+    trace = write_trace(tmp_path / "t.jsonl", requests)
+    status, out, err = run(capsys, "replay", trace, "--json", *flags)
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert re.search(message, err)
+
+
+def test_a_broken_trace_ends_with_two_and_leaves_the_output_file_alone(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with trace.open("a") as stream:
+        stream.write('{"timestamp": 99, "input_length": -4}\n')
+    output = tmp_path / "o.json"
+    output.write_text("old")
+    status, out, err = run(capsys, "replay", trace, "--json", "--output", output)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"kvcache: {trace}, line 61: no field 'output_length'")
+    assert output.read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["o.json", "t.jsonl"]
+
+
+def test_a_full_disk_under_the_output_file_ends_with_two(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = run(capsys, "replay", trace, "--json", "--output", "/dev/full")
+    assert status == 2
+    assert "/dev/full: No space left on device" in err

@@ -1,0 +1,197 @@
+"""The publisher: full queues, failures, slow and rude clients, its end, and the very frames."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import zmq
+from events.streams import DEADLINE, brief, deliveries, event, number, subscribe
+
+from kvcache.core.errors import ConfigError, MisuseError
+from kvcache.core.events import (
+    BlockRemoved,
+    EventBatch,
+    decode_batch,
+)
+from kvcache.core.events.publisher import EventPublisher, EventStreamError
+from kvcache.core.events.replay import END_SEQ
+from kvcache.core.events.subscriber import EventSubscriber, Lost, Received
+
+
+def test_full_queue_drops_shows_a_gap_and_never_blocks(context: zmq.Context, at: str) -> None:
+    publisher = EventPublisher(
+        f"{at}/live", replay_endpoint=f"{at}/replay", max_queue_batches=2, context=context
+    )
+    entered, go_on = threading.Event(), threading.Event()
+    send = publisher._send
+
+    def held(batch: EventBatch) -> None:
+        entered.set()
+        assert go_on.wait(DEADLINE)
+        send(batch)
+
+    publisher._send = held  # type: ignore[method-assign]
+    with publisher:
+        assert publisher.publish([event(0)])
+        assert entered.wait(DEADLINE)
+        assert [publisher.publish([event(n)]) for n in (1, 2, 3, 4)] == [True, True, False, False]
+        assert not publisher.flush(0.0)
+        go_on.set()
+        assert publisher.flush(DEADLINE)
+        publisher.gap()
+        assert publisher.publish([event(6)])
+        assert publisher.flush(DEADLINE)
+        assert publisher.stats().dropped == 3
+        with subscribe(context, at, probe_seconds=0.0001) as subscriber:
+            got = deliveries(subscriber, 5)
+        assert brief(got) == [
+            (0, "replayed"),
+            (1, "replayed"),
+            (2, "replayed"),
+            ("Lost", 3, 5),
+            (6, "replayed"),
+        ]
+
+
+def test_event_that_cannot_be_encoded_costs_its_batch_alone(context: zmq.Context, at: str) -> None:
+    with (
+        EventPublisher(f"{at}/live", replay_endpoint=f"{at}/replay", context=context) as publisher,
+        subscribe(context, at, probe_seconds=0.0001) as subscriber,
+    ):
+        publisher.publish([event(0)])
+        publisher.publish([BlockRemoved(block_hashes=(2**70,))])
+        publisher.publish([event(2)])
+        assert publisher.flush(DEADLINE)
+        assert [getattr(d, "seq", "lost") for d in deliveries(subscriber, 3)] == [0, "lost", 2]
+        assert publisher.stats().dropped == 1
+
+
+def test_thread_that_ended_is_told_by_the_next_publish(at: str) -> None:
+    context = zmq.Context()
+    publisher = EventPublisher(f"{at}/live", context=context)
+
+    def broken(batch: EventBatch) -> None:
+        raise OSError("the wire is cut")
+
+    publisher._send = broken  # type: ignore[method-assign]
+    publisher.publish([event(0)])
+    publisher.flush(DEADLINE)
+    publisher._thread.join(DEADLINE)
+    with pytest.raises(EventStreamError, match="the wire is cut"):
+        publisher.publish([event(1)])
+    with pytest.raises(EventStreamError):
+        publisher.gap()
+    publisher.close()
+    context.destroy(linger=0)
+
+
+def test_bad_replay_requests_are_counted_and_ignored(context: zmq.Context, at: str) -> None:
+    with EventPublisher(f"{at}/live", replay_endpoint=f"{at}/replay", context=context) as publisher:
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(f"{at}/replay")
+        for frames in ((b"",), (b"", b"short"), (b"x", number(0)), (b"", number(0), b"more")):
+            dealer.send_multipart(frames)
+        dealer.send_multipart((b"", number(0)))
+        assert dealer.poll(int(DEADLINE * 1000))
+        assert dealer.recv_multipart() == [b"", b"", END_SEQ, b""]
+        dealer.close(linger=0)
+        stats = publisher.stats()
+        assert (stats.bad_requests, stats.replays) == (4, 1)
+
+
+def test_client_that_stops_reading_holds_up_nobody_and_is_dropped(
+    context: zmq.Context, at: str
+) -> None:
+    with EventPublisher(
+        f"{at}/live",
+        replay_endpoint=f"{at}/replay",
+        replay_timeout_seconds=3.0,
+        max_queue_batches=4000,
+        context=context,
+    ) as publisher:
+        for _ in range(4000):
+            publisher.publish([BlockRemoved(block_hashes=(bytes(32),) * 20)])
+        assert publisher.flush(DEADLINE)
+        sleeper = context.socket(zmq.DEALER)
+        sleeper.set_hwm(1)
+        sleeper.connect(f"{at}/replay")
+        sleeper.send_multipart((b"", number(0)))
+        with subscribe(context, at, probe_seconds=0.0001) as subscriber:
+            assert [d.seq for d in deliveries(subscriber, 4000)] == list(range(4000))
+        never = threading.Event()
+        for _ in range(600):
+            if publisher.stats().failed_replays or never.wait(0.05):
+                break
+        assert publisher.stats().failed_replays == 1
+        sleeper.close(linger=0)
+
+
+def test_close_sends_what_is_queued_and_refuses_more(context: zmq.Context, at: str) -> None:
+    publisher = EventPublisher(f"{at}/live", context=context)
+    with EventSubscriber(f"{at}/live", from_start=False, context=context) as subscriber:
+        while (first := subscriber.receive(0.02)) is None:
+            publisher.publish([event(0)])
+        assert isinstance(first, Received)
+        for n in range(1000, 1100):
+            publisher.publish([event(n)])
+        assert publisher.close(DEADLINE)
+        assert publisher.close()
+        with pytest.raises(MisuseError):
+            publisher.publish([event(0)])
+        seen = 0
+        while seen != 1099:
+            (delivery,) = deliveries(subscriber, 1)
+            assert isinstance(delivery, Received)
+            seen = delivery.batch.events[0].block_hashes[0]
+
+
+def test_publisher_connects_to_a_subscriber_that_binds(context: zmq.Context) -> None:
+    with EventSubscriber("tcp://127.0.0.1:*", bind=True, context=context) as subscriber:
+        address = subscriber._socket.get_string(zmq.LAST_ENDPOINT)
+        with EventPublisher(address, context=context) as publisher:
+            got = None
+            while got is None:
+                publisher.publish([event(1)])
+                got = subscriber.receive(0.05)
+            assert isinstance(got, Received | Lost)
+
+
+def test_settings_that_cannot_work_are_named(context: zmq.Context, at: str) -> None:
+    with pytest.raises(ConfigError, match="hwm is 0"):
+        EventPublisher(f"{at}/live", hwm=0, context=context)
+    with pytest.raises(ConfigError, match="cannot be published"):
+        EventPublisher("ipc:///no/such/folder/x", context=context)
+    with pytest.raises(ConfigError, match="cannot be published"):
+        EventPublisher("nonsense", context=context)
+    with pytest.raises(ConfigError, match="replay_timeout_seconds"):
+        EventSubscriber(f"{at}/live", replay_timeout_seconds=0, context=context)
+    with pytest.raises(ConfigError, match="cannot subscribe"):
+        EventSubscriber("nonsense", context=context)
+
+
+def test_hashes_may_be_sent_as_vllms_64_bit_integers(context: zmq.Context, at: str) -> None:
+    with (
+        EventPublisher(
+            f"{at}/live", replay_endpoint=f"{at}/replay", int_hashes=True, context=context
+        ) as publisher,
+        subscribe(context, at, probe_seconds=0.0001) as subscriber,
+    ):
+        publisher.publish([BlockRemoved(block_hashes=(bytes(31) + b"\x07",))])
+        assert deliveries(subscriber, 1)[0].batch.events == (BlockRemoved(block_hashes=(7,)),)
+
+
+def test_wire_is_topic_number_and_payload(context: zmq.Context, at: str) -> None:
+    listener = context.socket(zmq.SUB)
+    listener.setsockopt(zmq.SUBSCRIBE, b"")
+    with EventPublisher(
+        f"{at}/live", topic="t", data_parallel_rank=2, context=context
+    ) as publisher:
+        assert publisher.endpoint == f"{at}/live_dp2"
+        listener.connect(publisher.endpoint)
+        while not listener.poll(50):
+            publisher.publish([event(1)], ts=1.0)
+        topic, seq, raw = listener.recv_multipart()
+        assert (topic, len(seq)) == (b"t", 8)
+        assert decode_batch(raw) == EventBatch(ts=1.0, events=(event(1),), data_parallel_rank=2)
+    listener.close(linger=0)

@@ -1,0 +1,176 @@
+"""On arenas of one page size, where eviction has one exact order over all groups."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+from laws import cases
+from laws.drive import compute, decode, open_request, replay
+from laws.engine import Engine
+from laws.grants import allocate
+from laws.pressure import Chain, Snapshot, release, squeeze
+
+sizes = st.sampled_from(sorted(cases.ONE_SIZE))
+declared = st.lists(st.integers(0, 40), max_size=2)
+
+
+def engine_of(name: str, interval: int | None, tokens: int, spare: int) -> Engine:
+    geometry = cases.ONE_SIZE[name]
+    assert geometry.pages_per_slab == (1,)
+    slabs = geometry.slabs_needed(tokens) + spare
+    return Engine(geometry, cases.policy_of(geometry, interval), slabs=slabs)
+
+
+def superseded(engine: Engine, prompt: int, inside: list[int], end: int) -> list[set[int]]:
+    """Ends of the sparse pages of a turn that a later state or window of it makes needless."""
+    lasting = {engine.oracle.floor(end), *(engine.oracle.floor(b) for b in inside)}
+    ends: list[set[int]] = []
+    for g in engine.groups:
+        if g not in engine.oracle.sparse:
+            ends.append(set())
+            continue
+        kept = engine.oracle.kept(engine.policy, g, prompt, inside, 0, end)
+        lasts = {e for p in lasting for e in engine.oracle.needs(g, p)}
+        ends.append({e for p in kept for e in engine.oracle.needs(g, p)} - lasts)
+    return ends
+
+
+@cases.law(120)
+@given(
+    name=sizes,
+    interval=cases.intervals,
+    prompt=cases.prompts,
+    output=cases.texts(12, least=0),
+    boundaries=declared,
+    spare=st.integers(0, 20),
+    chunks=cases.chunk_plans,
+)
+def test_law_14_superseded_first_then_tail_before_head_and_what_serves_it_before_the_prefix(
+    name: str,
+    interval: int | None,
+    prompt: list[int],
+    output: list[int],
+    boundaries: list[int],
+    spare: int,
+    chunks: list[int],
+) -> None:
+    engine = engine_of(name, interval, 60, spare)
+    inside = [b for b in boundaries if b <= len(prompt)]
+    request = open_request(engine, prompt, output=len(output), boundaries=inside)
+    compute(engine, request, chunks=chunks)
+    decode(engine, request, output)
+    end, text = request.computed, request.tokens
+    engine.finish(request)
+    chain, start = Chain(engine, text), engine.resident()
+    before = start
+    first = superseded(engine, len(prompt), inside, end)
+    for there in squeeze(engine):
+        gone = [was - now for was, now in zip(start, there, strict=True)]
+        needless = [
+            {k for k in now if k.end in ends} for now, ends in zip(there, first, strict=True)
+        ]
+        if any(needless):
+            for keys, ends in zip(gone, first, strict=True):
+                assert all(k.end in ends for k in keys), "a needed page went before a needless one"
+        check_chain(chain, [chain], before, there)
+        before = there
+    release(engine)
+
+
+def check_chain(chain: Chain, chains: list[Chain], before: Snapshot, there: Snapshot) -> None:
+    """Full blocks have no gap; sparse pages do not outlive the prefix, nor leave a tail behind.
+
+    A tail is served by a later boundary of any chain that goes through it.
+    """
+    prefix, tail = chain.prefix(there), chain.tail(there)
+    assert tail <= prefix, "a block outlived the prefix before it"
+    for position in chain.points():
+        for g in chain.oracle.state:
+            if chain.has(g, position, there):
+                assert prefix >= position, f"the state of {position} outlived its prefix, {prefix}"
+        if chain.complete(position, before) and not chain.complete(position, there):
+            through = [c for c in chains if c.shares(chain) > position]
+            later = any(c.complete(p, before) for c in through for p in c.points() if p > position)
+            assert later or tail <= position, f"{position} left a tail behind"
+
+
+@cases.law(120)
+@given(
+    name=sizes,
+    interval=cases.intervals,
+    history=cases.histories,
+    spare=st.integers(0, 20),
+)
+def test_law_14_holds_for_histories_that_share_heads(
+    name: str, interval: int | None, history: list[cases.Turn], spare: int
+) -> None:
+    engine = engine_of(name, interval, 80, spare)
+    chains = [Chain(engine, text) for text in replay(engine, history)]
+    before = engine.resident()
+    for there in squeeze(engine):
+        for chain in chains:
+            check_chain(chain, chains, before, there)
+        before = there
+    release(engine)
+
+
+@pytest.mark.parametrize("end", ["finish", "preempt", "abort"])
+@cases.law(40)
+@given(
+    name=sizes,
+    interval=cases.intervals,
+    first=cases.prompts,
+    second=cases.texts(20),
+    spare=st.integers(0, 20),
+)
+def test_law_14_pages_freed_under_an_open_step_go_in_the_same_order_as_at_once(
+    end: str,
+    name: str,
+    interval: int | None,
+    first: list[int],
+    second: list[int],
+    spare: int,
+) -> None:
+    orders: list[list[Snapshot]] = []
+    for deferred in (False, True):
+        engine = engine_of(name, interval, 60, spare + 8)
+        request = open_request(engine, [*first, 5], output=8)
+        compute(engine, request, upto=len(first))
+        if deferred:
+            engine.begin_step()
+            assert allocate(engine, request, 1)
+            engine.commit(request)
+        getattr(engine, end)(request)
+        if deferred:
+            engine.end_step()
+        if end == "preempt":
+            engine.abort(request)
+        other = open_request(engine, [6, *second])
+        compute(engine, other)
+        engine.finish(other)
+        orders.append([engine.resident(), *squeeze(engine)])
+        release(engine)
+    assert orders[0] == orders[1]
+
+
+@cases.law(60)
+@given(
+    name=sizes,
+    interval=cases.intervals,
+    history=cases.histories,
+    spare=st.integers(0, 20),
+)
+def test_law_14_a_key_is_evicted_only_when_no_page_without_one_is_left(
+    name: str, interval: int | None, history: list[cases.Turn], spare: int
+) -> None:
+    engine = engine_of(name, interval, 80, spare)
+    replay(engine, history)
+    before = engine.resident()
+    held = sum(engine.held())
+    for there in squeeze(engine):
+        evicted = sum(map(len, before)) - sum(map(len, there))
+        keyed, held_now = sum(map(len, before)), sum(engine.held())
+        idle = engine.slabs - held - keyed
+        assert evicted == max(0, held_now - held - idle)
+        before, held = there, held_now
+    release(engine)
