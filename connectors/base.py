@@ -20,6 +20,8 @@ In one process both sides are held by a `Connector`. Rules, tested for every con
   a final result, whatever else it has to do.
 * A stored key is visible to `lookup` only after `complete` saw the store's good result.
 * `complete` and `release` ignore, and count, ids that they do not know.
+* A scheduler side that reports events tells each key once when it becomes visible and once when it
+  goes: its reports, replayed, give the keys that `lookup` finds.
 * No call blocks longer than an index operation takes; only `close` waits, with a timeout.
 """
 
@@ -34,6 +36,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.connectors.key_events import KeyEvent
+from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.records import KEYED_DTYPE
 
 __all__ = [
@@ -162,6 +166,9 @@ class TierStats:
 class TierScheduler(ABC):
     """The side that decides. Called by the scheduler's thread only."""
 
+    reports_events: bool = False
+    """Whether `take_events` tells anything."""
+
     @abstractmethod
     def lookup(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:
         """For each group, 1 where the tier holds the key; None: not known yet, ask again.
@@ -193,6 +200,14 @@ class TierScheduler(ABC):
     @abstractmethod
     def release(self, request: int) -> None:
         """Drops what `lookup` pinned for a request that ended, was aborted, or needs no load."""
+
+    def take_events(self) -> list[KeyEvent]:
+        """Keys that became visible or went since the last call; in order, for each group.
+
+        What waits is bounded: `KeysLost` comes first where some was dropped for want of a reader.
+        O(keys).
+        """
+        return []
 
     @abstractmethod
     def stats(self) -> TierStats:
@@ -245,3 +260,5 @@ class Connector:
     name: str
     scheduler: TierScheduler
     worker: TierWorker
+    medium: str = MEDIUM_CPU
+    """What KV events call it: `CPU`, `STORAGE`."""

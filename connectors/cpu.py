@@ -22,6 +22,7 @@ from kvcache.connectors.host_pool import HostPool
 from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.core.copy import CopySegment, copy_pages
 from kvcache.core.errors import ConfigError, MisuseError
+from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.layout import Geometry
 
 DEFAULT_BATCH_BYTES = 16 << 20
@@ -74,9 +75,7 @@ def split_bytes(
         rules.block_tokens or (state_interval_tokens if rules.kind == "state" else 0)
         for rules in geometry.rules
     ]
-    cached = [
-        (g.page_bytes, span) for g, span in zip(geometry.groups, spans, strict=True) if span
-    ]
+    cached = [(g.page_bytes, span) for g, span in zip(geometry.groups, spans, strict=True) if span]
     # One page of each first, the rest by tokens: rounding down keeps the sum within the budget.
     # Private pages are never stored.
     common = math.lcm(*(span for _, span in cached))
@@ -197,6 +196,7 @@ class CpuConnector(Connector):
         deadline_seconds: after so long a transfer counts as late.
         state_interval_tokens: for `split_bytes`: tokens between two stored recurrent states.
         batch_bytes: copied between two looks at queue and deadline.
+        events: whether `Offload.take_events` will be read: what becomes visible here and what goes.
         copy: replaces the native copy; for tests.
         seed: of the index's hash function.
 
@@ -216,6 +216,7 @@ class CpuConnector(Connector):
         deadline_seconds: float = 30.0,
         state_interval_tokens: int = 1024,
         batch_bytes: int = DEFAULT_BATCH_BYTES,
+        events: bool = False,
         copy: CopyFunction = native_copy,
         seed: int = 0,
     ) -> None:
@@ -240,8 +241,11 @@ class CpuConnector(Connector):
         pool = HostPool(sizes, slots, setting=setting)
         super().__init__(
             name="cpu",
-            scheduler=PoolScheduler(sizes, slots, deadline_seconds=deadline_seconds, seed=seed),
+            scheduler=PoolScheduler(
+                sizes, slots, deadline_seconds=deadline_seconds, events=events, seed=seed
+            ),
             worker=CpuWorker(pool, queue_depth=queue_depth, batch_bytes=batch_bytes, copy=copy),
+            medium=MEDIUM_CPU,
         )
 
 

@@ -12,6 +12,7 @@
         ...                                          # commit, compute
         manager.end_step(step)
         offload.end_of_step()                        # stores what got a key
+        publisher.publish(offload.take_events())     # if anybody wants to know
         ...                                          # offload.forget(h), then finish or abort;
                                                      # offload.release(h), then preempt
 
@@ -43,7 +44,9 @@ from kvcache.connectors.base import (
     TransferResult,
     failed,
 )
+from kvcache.connectors.event_stream import TierStream
 from kvcache.core.errors import ConfigError, InvariantError
+from kvcache.core.events.records import Event
 from kvcache.core.manager import Manager
 from kvcache.core.records import Grant, Hit
 
@@ -130,6 +133,7 @@ class Offload:
         self._scheduler = connector.scheduler
         self._worker = connector.worker
         self._worker.register(regions)
+        self._stream = TierStream(manager.group_labels(), connector.medium)
         self._page_bytes = np.array([g.page_bytes for g in groups], np.int64)
         self._held: dict[int, _Reach | None] = {}
         """Requests for which the tier holds something since their lookup; None: of all keys."""
@@ -388,7 +392,19 @@ class Offload:
         self._collect()
         return closed
 
-    # ---- counts and invariants -----------------------------------------------------------------
+    # ---- events, counts and invariants ---------------------------------------------------------
+
+    def take_events(self) -> list[Event]:
+        """KV events of device and tier since the last call, in order: in place of the manager's.
+
+        The device's have the medium `GPU`, the tier's the connector's, with tokens and parents
+        where the manager tells events too. Empty unless manager and connector were made with
+        `events`.
+        """
+        device = self.manager.take_events()
+        if not self._scheduler.reports_events:
+            return device
+        return self._stream.join(device, self._scheduler.take_events())
 
     def stats(self) -> TierStats:
         """The tier's counters; pages evicted before their turn count as dropped stores too."""

@@ -27,10 +27,14 @@ from kvcache.connectors.base import (
     TransferResult,
 )
 from kvcache.connectors.in_flight import KeysInFlight
+from kvcache.connectors.key_events import KeyEvent, KeysLost, pool_events
 from kvcache.core.errors import ConfigError, InvariantError
 from kvcache.core.pool import PagePool
 
 MAX_ERROR_KINDS = 64
+
+MAX_WAITING_EVENTS = 1 << 20
+"""Keys of one group that wait for `take_events`, 40 bytes each, before they are lost."""
 
 _Signature = tuple[bytes, tuple[tuple[int, bytes], ...]]
 
@@ -80,6 +84,7 @@ class PoolScheduler(TierScheduler):
         slot_bytes: bytes of one slot, for each group.
         slots: number of slots, for each group.
         deadline_seconds: how long a transfer may take.
+        events: whether `take_events` will be read.
 
     A store that finds no slot (all held) is dropped and counted, never waited for.
     """
@@ -90,10 +95,13 @@ class PoolScheduler(TierScheduler):
         slots: Sequence[int],
         *,
         deadline_seconds: float,
+        events: bool = False,
         seed: int = 0,
     ) -> None:
         self._slot_bytes = tuple(slot_bytes)
-        self._pools = [PagePool(n, seed=seed + g) for g, n in enumerate(slots)]
+        self.reports_events = events
+        journal = MAX_WAITING_EVENTS if events else 0
+        self._pools = [PagePool(n, seed=seed + g, journal=journal) for g, n in enumerate(slots)]
         self._deadline_seconds = deadline_seconds
         self._numbers: dict[bytes, int] = {}
         self._promises: dict[int, _Promise] = {}
@@ -285,7 +293,20 @@ class PoolScheduler(TierScheduler):
         if kind != QUEUE_FULL:
             counts.failed_pages += total - good
 
-    # ---- counts and invariants -----------------------------------------------------------------
+    # ---- events, counts and invariants ---------------------------------------------------------
+
+    def take_events(self) -> list[KeyEvent]:
+        """Group after group. Empty unless made with `events`."""
+        namespaces = list(self._numbers)  # numbered in this order
+        told: list[KeyEvent] = []
+        lost = False
+        for group, pool in enumerate(self._pools):
+            for event in pool_events(group, pool.take_events(), namespaces):
+                if isinstance(event, KeysLost):
+                    lost = True
+                else:
+                    told.append(event)
+        return [KeysLost(), *told] if lost else told
 
     def stats(self) -> TierStats:
         """A copy of the counters, with the present fill."""

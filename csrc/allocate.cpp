@@ -19,10 +19,10 @@ Request* Manager::guaranteed() {
     for (const Slot& slot : slots_)
         if (slot.request && (!oldest || slot.request->order < oldest->order)) oldest = slot.request.get();
     if (!oldest) return nullptr;
-    guaranteed_ = oldest->handle;
     std::vector<int64_t> needs(pages_per_slab_.size(), 0);
     for (const GroupRules& group : groups_)
         needs[static_cast<size_t>(group.size_class)] += group.need(oldest->max_tokens, grid_);
+    guaranteed_ = oldest->handle;
     arena_.guarantee(needs);
     each_page(*oldest, [&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });
     return oldest;
@@ -142,7 +142,11 @@ Manager::Adoption Manager::adopt(Request& r, bool oldest) const {
 // What a grant up to `end` takes: new pages of each group.
 Manager::Demand Manager::demand_of(const Request& r, const Adoption* adoption, int64_t start, int64_t end,
                                    int64_t drafts) const {
-    Demand demand{start, end, make_plan(r, start, end, drafts), std::vector<int64_t>(groups_.size(), 0),
+    Demand demand{start,
+                  end,
+                  drafts,
+                  make_plan(r, start, end, drafts),
+                  std::vector<int64_t>(groups_.size(), 0),
                   std::vector<int64_t>(pages_per_slab_.size(), 0)};
     const auto points = static_cast<int64_t>(demand.plan.size());
     const bool in_place = !adoption && !r.working.pages.empty();
@@ -406,13 +410,14 @@ int32_t Manager::allocate(int64_t handle, int64_t n_tokens, int64_t n_drafts, kv
     }
     const int64_t drafts = adoption.loads ? 0 : n_drafts;
     Demand demand = fitting_demand(*r, adopted, at, at + (adoption.loads ? 0 : n_tokens + n_drafts), drafts);
-    int64_t end = demand.end;
+    int64_t end = demand.end, guessed = demand.drafts;
     bool granted = false;
     try {
         granted = try_grant(*r, adopted, std::move(demand));
         // Nothing but the oldest request itself is left: it gets on, if only by one token.
         while (!granted && oldest && end - at > 1 && alone(*r)) {
             end = at + (end - at) / 2;
+            guessed = 0;
             granted = try_grant(*r, adopted, demand_of(*r, adopted, at, end, 0));
         }
     } catch (...) {
@@ -421,8 +426,7 @@ int32_t Manager::allocate(int64_t handle, int64_t n_tokens, int64_t n_drafts, kv
     }
     if (!granted) return no_space(*r);
     if (oldest) frozen_ = false;
-    r->drafts = std::max<int64_t>(drafts - (at + n_tokens + drafts - end), 0);
-    if (adoption.loads) r->drafts = 0;
+    r->drafts = guessed;
     *out = {waiting ? adoption.hit : 0, at, end, r->load, adoption.loads};
     return KVC_OK;
 }

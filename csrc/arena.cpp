@@ -3,14 +3,16 @@
 
 #include <algorithm>
 #include <cassert>
-#include <utility>
 
 namespace kvc {
 
 Arena::Arena(int64_t slabs, std::vector<int32_t> pages_per_slab, std::vector<int32_t> class_of_group, bool movable,
              uint64_t seed, KeyListener* listener)
     : movable_(movable), listener_(listener) {
-    for (const int32_t k : pages_per_slab) most_per_slab_ = std::max(most_per_slab_, k);
+    for (const int32_t k : pages_per_slab) {
+        most_per_slab_ = std::max(most_per_slab_, k);
+        least_per_slab_ = std::min(least_per_slab_, k);
+    }
     most_slabs_ = std::min<int64_t>(slabs, kMostPages / most_per_slab_);
     classes_.resize(pages_per_slab.size());
     for (size_t c = 0; c < classes_.size(); ++c) {
@@ -32,7 +34,7 @@ bool Arena::contains(int32_t group, int64_t page) const {
 
 // Twice as much where more is needed, so that many small calls stay cheap; never more than `most`.
 template <typename T>
-static void make_room(std::vector<T>& items, int64_t wanted, int64_t most) {
+static void make_room(T& items, int64_t wanted, int64_t most) {
     const auto size = static_cast<size_t>(std::min(wanted, most));
     if (size <= items.capacity()) return;
     items.reserve(std::min(std::max(size, 2 * items.capacity()), static_cast<size_t>(most)));
@@ -78,13 +80,11 @@ void Arena::append(SizeClass& c, int32_t id, List list) {
     (head.last == kNoPage ? head.first : page_in(c, head.last).next) = id;
     head.last = id;
     ++head.count;
-    warm(c, id);
+    if (c.k > 1) warm(c, id);
 }
 
 // Leaves the page's own links as they are: rollback() puts it back between them.
-void Arena::unlink(SizeClass& c, int32_t id) {
-    Page& page = page_in(c, id);
-    cool(c, id);
+inline void Arena::unchain(SizeClass& c, Page& page) {
     Head& head = c.lists[page.list - 1];
     (page.previous == kNoPage ? head.first : page_in(c, page.previous).next) = page.next;
     (page.next == kNoPage ? head.last : page_in(c, page.next).previous) = page.previous;
@@ -92,9 +92,14 @@ void Arena::unlink(SizeClass& c, int32_t id) {
     --head.count;
 }
 
+void Arena::unlink(SizeClass& c, int32_t id) {
+    if (c.k > 1) cool(c, id);
+    unchain(c, page_in(c, id));
+}
+
 void Arena::warm(SizeClass& c, int32_t id) {
     const Page& page = page_in(c, id);
-    if (c.k == 1 || page.list != 1 + kLru) return;
+    if (page.list != 1 + kLru) return;
     Slab& s = slab(slab_of(c, id));
     if (movable_) {
         s.heat += page.age;
@@ -106,52 +111,49 @@ void Arena::warm(SizeClass& c, int32_t id) {
 
 void Arena::cool(SizeClass& c, int32_t id) {
     const Page& page = page_in(c, id);
-    if (c.k == 1 || page.list != 1 + kLru) return;
+    if (page.list != 1 + kLru) return;
     Slab& s = slab(slab_of(c, id));
     if (movable_) s.heat -= page.age;
     else if (page.age == s.heat) s.stale = true;
 }
 
-// ---- references -----------------------------------------------------------------------------------------------------
-
-void Arena::start_holding(int32_t group, SizeClass& c, int32_t id) {
-    ++group_of(group).held;
-    ++c.held;
-    if (c.k == 1) return;
-    Slab& s = slab(slab_of(c, id));
-    if (s.held++ == 0) --c.idle_many;
+void Arena::hold_in_slab(SizeClass& c, int32_t id) {
+    if (slab(slab_of(c, id)).held++ == 0) --c.idle_many;
 }
 
-void Arena::stop_holding(int32_t group, SizeClass& c, int32_t id) {
-    --group_of(group).held;
-    --c.held;
-    if (c.k == 1) return;
-    Slab& s = slab(slab_of(c, id));
-    if (--s.held == 0) ++c.idle_many;
+void Arena::unhold_in_slab(SizeClass& c, int32_t id) {
+    if (--slab(slab_of(c, id)).held == 0) ++c.idle_many;
+}
+
+// ---- references -----------------------------------------------------------------------------------------------------
+
+// With few stores: a page and its two neighbours are three cache misses, and what is stored after them waits for them.
+inline void Arena::acquire_now(int32_t group, int32_t id) {
+    SizeClass& c = of(class_of(group));
+    Page& page = page_in(c, id);
+    assert(page.refs > 0 || page.list);
+    ++page.refs;
+    if (!page.list) return;
+    ++group_of(group).held;
+    if (c.k == 1) return unchain(c, page);
+    unlink(c, id);
+    hold_in_slab(c, id);
 }
 
 void Arena::log_acquire(int32_t group, int32_t id, bool hit) {
     const Page& page = page_of(group, id);
     log_.push_back({group, id, static_cast<uint8_t>(page.list), hit && page.hits < kMostHits});
+    acquire_now(group, id);
 }
 
 void Arena::acquire(int32_t group, int32_t id) {
-    if (marked_) log_acquire(group, id, false);
-    SizeClass& c = of(class_of(group));
-    Page& page = page_in(c, id);
-    if (page.list) {
-        unlink(c, id);
-        start_holding(group, c, id);
-    }
-    assert(page.refs > 0 || page.key == Page::kVisible);
-    ++page.refs;
+    if (marked_) return log_acquire(group, id, false);
+    acquire_now(group, id);
 }
 
 void Arena::adopt(int32_t group, int32_t id) {
     if (marked_) log_acquire(group, id, true);
-    const bool marked = std::exchange(marked_, false);
-    acquire(group, id);
-    marked_ = marked;
+    else acquire_now(group, id);
     Page& page = page_of(group, id);
     if (page.hits < kMostHits) page.hits = page.hits + 1u;
 }
@@ -176,7 +178,8 @@ void Arena::release(int32_t group, int32_t id, List list) {
     Page& page = page_in(c, id);
     assert(page.refs > 0);
     if (--page.refs) return;
-    stop_holding(group, c, id);
+    --group_of(group).held;
+    if (c.k > 1) unhold_in_slab(c, id);
     if (page.key == Page::kVisible) {
         append(c, id, list);
         return;
@@ -215,13 +218,15 @@ void Arena::rollback() {
         --page.refs;
         if (undo.hit) page.hits = page.hits - 1u;
         if (!undo.list) continue;
-        stop_holding(undo.group, c, undo.id);
+        --group_of(undo.group).held;
         Head& head = c.lists[undo.list - 1];
         (page.previous == kNoPage ? head.first : page_in(c, page.previous).next) = undo.id;
         (page.next == kNoPage ? head.last : page_in(c, page.next).previous) = undo.id;
         page.list = undo.list;
         ++head.count;
+        if (c.k == 1) continue;
         warm(c, undo.id);
+        unhold_in_slab(c, undo.id);
     }
 }
 

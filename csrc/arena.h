@@ -67,7 +67,7 @@ class Arena {
     int64_t owned_slabs(int32_t size_class) const { return of(size_class).owned; }
     int64_t free_pages(int32_t size_class) const { return of(size_class).free; }        // in owned slabs
     int64_t cached_pages(int32_t size_class) const { return of(size_class).cached(); }  // evictable
-    int64_t held_pages(int32_t size_class) const { return of(size_class).held; }
+    int64_t held_pages(int32_t size_class) const { return of(size_class).held(); }
     int64_t keyed(int32_t group) const { return group_of(group).index.count(); }  // pending ones too
     int64_t pending() const { return pending_; }                                  // pending keys of all groups
     int64_t evictions(int32_t group) const { return group_of(group).evictions; }
@@ -75,7 +75,7 @@ class Arena {
     int64_t moved_pages() const { return moved_; }
     int64_t reclaimed_slabs() const { return reclaimed_; }
     int64_t held_of(int32_t group) const { return group_of(group).held; }  // held pages that the group took or adopted
-    uint64_t version() const { return version_; }  // changes whenever a key becomes visible or goes
+    uint64_t version() const { return version_; }  // changes when a key becomes visible, goes, or changes its page
     int32_t class_of(int32_t group) const { return group_of(group).size_class; }
     int32_t pages_per_slab(int32_t size_class) const { return of(size_class).k; }
     // In a slab that the group's class owns.
@@ -91,8 +91,9 @@ class Arena {
     // How many keys of the run from `begin` on are visible (or pending, if allowed), up to the first that is not.
     int64_t run_length(int32_t group, const DigestRun& run, uint32_t ns, int64_t begin, bool allow_pending) const;
     void present(int32_t group, const DigestRun& run, uint32_t ns, uint8_t* out) const;
-    // False, and nothing done, where the key is on another page; only a visible key is taken over from a pending one.
-    // The page must be held and without key.
+    // The page must be held and without key. False, and nothing done, where the key is on another page; but a visible key
+    // is taken over from a pending one, and from a page that nobody holds: that one is freed, what it was marked with
+    // (kept, hits, end) goes along, and the listener hears nothing.
     bool publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key);
     void confirm(int32_t group, int32_t id);    // pending -> visible
     void unpublish(int32_t group, int32_t id);  // nothing where the page has no key
@@ -132,7 +133,8 @@ class Arena {
     bool can_secure(std::span<const int64_t> n) const;
     bool secure(std::span<const int64_t> n);
     // A page of the group's class without key, one reference. Free page in the fullest partial slab; else an empty or new
-    // slab; else the coldest page of all classes gives way: one of the own class is evicted; a page of another class costs
+    // slab (a class that can evict a page of its own leaves the last T / 64 of them, at most two, to classes of larger
+    // pages); else the coldest page of all classes gives way: one of the own class is evicted; a page of another class costs
     // that class a slab (of the classes that can spare one beyond what is still to be taken of them). kNoPage if all
     // pages are held.
     int32_t take(int32_t group);
@@ -158,6 +160,9 @@ class Arena {
     const char* check() const;
 
   private:
+    static constexpr int16_t kNoClass = -1;
+    static constexpr int32_t kNoSlab = -1;
+
     struct Head {
         int32_t first = kNoPage;
         int32_t last = kNoPage;
@@ -165,10 +170,9 @@ class Arena {
     };
     struct SizeClass {
         int32_t k = 1;
-        std::vector<Page> pages;  // by number; reaches to the last slab that the class owned
+        LargeVector<Page> pages;  // by number; reaches to the last slab that the class owned
         Head lists[2];
         int64_t free = 0;
-        int64_t held = 0;
         int64_t owned = 0;               // slabs
         int64_t idle_many = 0;           // k > 1: slabs with cached pages and none held, see idle()
         int64_t wanted = 0;              // pages still to be taken since secure()
@@ -176,28 +180,30 @@ class Arena {
         int64_t pinned = 0;              // P, slabs
         std::vector<int32_t> partial;    // [used pages] -> first slab with so many, and a free page
         std::vector<uint64_t> nonempty;  // a bit for each of these lists
-        int32_t own_slab = 0;            // take_mine: no slab of its before this one has a free page
-        int32_t own_page = kNoPage;      // take_mine: no page before this one in eviction order lies in a slab of its
+        int32_t mine_slab = 0;           // take_mine: no slab of its before this one has a free page
+        int32_t mine_page = kNoPage;     // take_mine: no page before this one in eviction order lies in a slab of its
 
         int64_t cached() const { return lists[0].count + lists[1].count; }
         int64_t own() const { return free + cached(); }
+        int64_t held() const { return owned * k - own(); }
         // Slabs that can be reclaimed.
         int64_t idle() const { return k == 1 ? cached() : idle_many; }
     };
     // A class with k = 1 has no use for held, heat and stale: its pages tell all, and are one cache line each.
     struct Slab {
-        uint64_t heat = 0;         // movable: sum of the ages of its LRU-list pages; else the highest of them
-        int32_t owner = kNoClass;  // class
-        int32_t used = 0;          // held and cached pages
+        uint64_t heat = 0;  // movable: sum of the ages of its LRU-list pages; else the highest of them
+        int32_t used = 0;   // held and cached pages
         int32_t held = 0;
         int32_t fresh = 0;           // slots from this one on were not given out since the class got the slab
         int32_t freed = kNoPage;     // the free ones before it: a stack through Page::next
         int32_t previous = kNoPage;  // slabs, in the list of equally full ones
         int32_t next = kNoPage;      // or in the stack of empty ones
         int32_t mine = 0;            // pages of the guaranteed request, if the epoch is its
-        uint64_t epoch = 0;
-        bool stale = false;  // not movable: the page that made the heat has gone
+        uint32_t epoch = 0;
+        int16_t owner = kNoClass;  // class
+        bool stale = false;        // not movable: the page that made the heat has gone
     };
+    static_assert(sizeof(Slab) == 48);
     struct Group {
         int32_t size_class;
         KeyIndex index;
@@ -210,8 +216,6 @@ class Arena {
         uint8_t list;
         bool hit;
     };
-    static constexpr int32_t kNoClass = -1;
-    static constexpr int32_t kNoSlab = -1;
 
     SizeClass& of(int32_t c) { return classes_[static_cast<size_t>(c)]; }
     const SizeClass& of(int32_t c) const { return classes_[static_cast<size_t>(c)]; }
@@ -229,18 +233,23 @@ class Arena {
 
     // arena_keys.cpp
     void drop_key(SizeClass& c, int32_t id);
+    void drop_key(SizeClass& c, int32_t id, uint32_t tag);
     void evict(SizeClass& c, int32_t id);
+    bool take_over(int32_t group, int32_t id, int32_t from, uint32_t tag);
     template <typename Chosen>
     void forget_if(Chosen&& chosen);
 
     // arena.cpp: lists and references
     void append(SizeClass& c, int32_t id, List list);
     void unlink(SizeClass& c, int32_t id);
-    void warm(SizeClass& c, int32_t id);  // heat of the slab, for a page that comes into a list
-    void cool(SizeClass& c, int32_t id);  // and for one that leaves it
-    void start_holding(int32_t group, SizeClass& c, int32_t id);
-    void stop_holding(int32_t group, SizeClass& c, int32_t id);
+    static void unchain(SizeClass& c, Page& page);
+    void acquire_now(int32_t group, int32_t id);
     void log_acquire(int32_t group, int32_t id, bool hit);
+    // k > 1: heat of the slab, for a page that comes into a list, and for one that leaves it; its first and last held page.
+    void warm(SizeClass& c, int32_t id);
+    void cool(SizeClass& c, int32_t id);
+    void hold_in_slab(SizeClass& c, int32_t id);
+    void unhold_in_slab(SizeClass& c, int32_t id);
 
     // slabs.cpp: slabs between classes
     void list_partial(SizeClass& c, int32_t s);
@@ -248,8 +257,16 @@ class Arena {
     int32_t fullest(const SizeClass& c) const;
     int32_t take_from(SizeClass& c, int32_t s);
     void free_page(SizeClass& c, int32_t id);
-    int32_t give_slab(int32_t size_class);  // an empty or a new one
-    void push_empty(int32_t s);
+    int32_t own_slab(int32_t size_class);
+    int32_t give_slab(int32_t size_class);
+    int32_t take_new(int32_t size_class);
+    int64_t left_alone(const SizeClass& c) const;
+    void push_empty(int32_t s) {
+        slab(s).owner = kNoClass;
+        slab(s).next = first_empty_;
+        first_empty_ = s;
+        ++empty_;
+    }
     void give_back_unused();
     void reverse_unused(SizeClass& c);
     int64_t can_spare(const SizeClass& c, int64_t n) const;
@@ -257,7 +274,14 @@ class Arena {
     static int32_t coldest(const SizeClass& c);
     static int32_t after(const SizeClass& c, int32_t id);
     static uint64_t rank(const Page& page);
-    int32_t held_now(int32_t group, int32_t id);
+    int32_t held_now(int32_t group, int32_t id) {  // a page that was taken
+        SizeClass& c = of(class_of(group));
+        if (c.wanted) --c.wanted;
+        page_in(c, id).refs = 1;
+        ++group_of(group).held;
+        if (c.k > 1) hold_in_slab(c, id);
+        return id;
+    }
 
     // reclaim.cpp: emptying a slab
     void reclaim(int32_t size_class);
@@ -283,17 +307,18 @@ class Arena {
     KeyListener* listener_;
     std::vector<SizeClass> classes_;
     std::vector<Group> groups_;
-    std::vector<Slab> slabs_;  // created ones
+    LargeVector<Slab> slabs_;  // created ones
     int32_t first_empty_ = kNoSlab;
     int64_t empty_ = 0;
     int32_t most_per_slab_ = 1;
+    int32_t least_per_slab_ = kMostPages;
     uint64_t clock_ = 0;
     uint64_t version_ = 1;
     int64_t pending_ = 0;
     int64_t evictions_ = 0;
     int64_t moved_ = 0;
     int64_t reclaimed_ = 0;
-    uint64_t epoch_ = 1;  // of the guaranteed request
+    uint32_t epoch_ = 1;  // of the guaranteed request
     bool tight_ = false;  // the last secure_mine() keeps to own and whole slabs
     bool marked_ = false;
     EvictedKeys ghosts_;

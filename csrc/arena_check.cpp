@@ -87,7 +87,7 @@ const char* Arena::check_pages(int32_t size_class) const {
         if (movable_ ? slab(s).heat != sum : !slab(s).stale && slab(s).heat != newest_in(c, s))
             return "the heat of a slab differs from its pages";
     }
-    if (all_held != c.held) return "the held pages of a class are miscounted";
+    if (all_held != c.held()) return "the held pages of a class are miscounted";
     return all_listed == c.cached() ? nullptr : "the list counts differ from the pages";
 }
 
@@ -113,7 +113,7 @@ const char* Arena::check_totals() const {
     int64_t owned = 0, held = 0, class_held = 0, keys = 0, waiting = 0, visible = 0, evictions = 0, empty = 0;
     for (const SizeClass& c : classes_) {
         owned += c.owned;
-        class_held += c.held;
+        class_held += c.held();
         for (const Page& page : c.pages) {
             waiting += page.key == Page::kPending;
             visible += page.key == Page::kVisible;

@@ -27,27 +27,51 @@ void Arena::present(int32_t group, const DigestRun& run, uint32_t ns, uint8_t* o
 
 bool Arena::publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key) {
     assert(page(group, id).key == Page::kNone && page(group, id).refs > 0);
-    if (const int32_t other = find(group, digest, ns); other != kNoPage) {
-        if (key == Page::kPending || page(group, other).key == Page::kVisible) return false;
-        unpublish(group, other);  // bytes that are there win over bytes that are still being written
-    }
-    group_of(group).index.reserve(1);
+    Group& g = group_of(group);
+    Page* pages = of(g.size_class).pages.data();
+    const uint32_t tag = g.index.tag(digest, ns);
+    const int32_t other = g.index.find(pages, digest, ns, tag);
+    if (other != kNoPage && key == Page::kPending) return false;
+    if (other != kNoPage && pages[other].key == Page::kVisible)
+        return pages[other].refs == 0 && take_over(group, id, other, tag);
+    g.index.reserve(1);  // what can fail comes before what changes
     namespaces_.add(ns);
-    Page& page = page_of(group, id);
-    page.digest = digest;
-    page.ns = ns;
-    page.end = static_cast<uint64_t>(end) & ((uint64_t{1} << 48) - 1);
-    page.key = key;
-    page.group = static_cast<uint64_t>(group) & 63;
-    page.kept = 0;
-    page.hits = 0;
-    group_of(group).index.insert(page, id);
+    if (other != kNoPage) unpublish(group, other);  // bytes that are there win over bytes that are still being written
+    g.index.insert(tag, id);
+    Page keyed = pages[id];
+    keyed.digest = digest;
+    keyed.ns = ns;
+    keyed.end = static_cast<uint64_t>(end) & ((uint64_t{1} << 48) - 1);
+    keyed.key = key;
+    keyed.group = static_cast<uint64_t>(group) & 63;
+    keyed.kept = 0;
+    keyed.hits = 0;
+    pages[id] = keyed;  // in one piece: bit by bit it would be read and written eight times
     if (key == Page::kPending) {
         ++pending_;
         return true;
     }
     ++version_;
     if (listener_) listener_->stored(group, id);
+    return true;
+}
+
+// The key of a cached page goes on to a held page with the same bytes, which was used later. Nobody is told: the key was
+// there before and is there now.
+bool Arena::take_over(int32_t group, int32_t id, int32_t from, uint32_t tag) {
+    SizeClass& c = of(class_of(group));
+    Page& old = page_in(c, from);
+    unlink(c, from);
+    Page keyed = old;
+    const Page& held = page_in(c, id);
+    keyed.age = held.age;
+    keyed.pins = held.pins;
+    keyed.refs = held.refs;
+    page_in(c, id) = keyed;
+    group_of(group).index.move(tag, from, id);
+    old.key = Page::kNone;
+    free_page(c, from);
+    ++version_;
     return true;
 }
 
@@ -62,9 +86,15 @@ void Arena::confirm(int32_t group, int32_t id) {
 
 // Out of the index. The page stays where it is: the caller unlinks or frees it.
 void Arena::drop_key(SizeClass& c, int32_t id) {
+    const Page& page = page_in(c, id);
+    const KeyIndex& index = group_of(static_cast<int32_t>(page.group)).index;
+    drop_key(c, id, index.tag(page.digest, page.ns));
+}
+
+void Arena::drop_key(SizeClass& c, int32_t id, uint32_t tag) {
     Page& page = page_in(c, id);
     const auto group = static_cast<int32_t>(page.group);
-    group_of(group).index.erase(page, id);
+    group_of(group).index.erase(tag, id);
     namespaces_.remove(page.ns);
     const bool visible = page.key == Page::kVisible;
     page.key = Page::kNone;
@@ -80,11 +110,12 @@ void Arena::drop_key(SizeClass& c, int32_t id) {
 void Arena::evict(SizeClass& c, int32_t id) {
     const Page& page = page_in(c, id);
     Group& group = group_of(static_cast<int32_t>(page.group));
-    ghosts_.add(group.index.hash(page.digest, page.ns));
+    const uint64_t hash = group.index.hash(page.digest, page.ns);
+    ghosts_.add(hash);
     ++group.evictions;
     ++evictions_;
     unlink(c, id);
-    drop_key(c, id);
+    drop_key(c, id, static_cast<uint32_t>(hash));
 }
 
 void Arena::unpublish(int32_t group, int32_t id) {

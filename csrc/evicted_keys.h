@@ -4,11 +4,12 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
-#include <vector>
+
+#include "large_vector.h"
 
 namespace kvc {
 
-// Buckets of four; the oldest of a bucket falls out. A false "yes" is as likely as a collision of 64-bit hashes.
+// Buckets of four, each hash once; the oldest of a bucket falls out. A false "yes" is as likely as a collision of 64-bit hashes.
 class EvictedKeys {
   public:
     // Makes the table, once, for an arena of so many pages. Without it nothing is remembered.
@@ -19,10 +20,13 @@ class EvictedKeys {
     }
     void add(uint64_t hash) {
         if (hashes_.empty()) return;
-        uint64_t* bucket = hashes_.data() + first(hash);
-        uint64_t* last = std::find(bucket, bucket + kWays - 1, hash | 1);  // its own old place, or that of the oldest
-        std::copy_backward(bucket, last, last + 1);
-        bucket[0] = hash | 1;
+        const uint64_t own = hash | 1;
+        uint64_t* b = hashes_.data() + first(hash);
+        const bool at0 = b[0] == own, at1 = at0 | (b[1] == own), at2 = at1 | (b[2] == own);
+        b[3] = at2 ? b[3] : b[2];  // without a branch on what most likely misses the cache
+        b[2] = at1 ? b[2] : b[1];
+        b[1] = at0 ? b[1] : b[0];
+        b[0] = own;
     }
     bool contains(uint64_t hash) const {
         if (hashes_.empty()) return false;
@@ -38,7 +42,7 @@ class EvictedKeys {
 
     size_t first(uint64_t hash) const { return ((hash >> 32) & (hashes_.size() / kWays - 1)) * kWays; }
 
-    std::vector<uint64_t> hashes_;
+    LargeVector<uint64_t> hashes_;
 };
 
 }  // namespace kvc

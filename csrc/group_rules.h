@@ -10,7 +10,13 @@
 namespace kvc {
 
 struct GroupRules : kvc_group {
-    explicit GroupRules(const kvc_group& group) : kvc_group(group) {}
+    GroupRules(const kvc_group& group, int64_t unit)
+        : kvc_group(group),
+          links_per_block(block_tokens && block_tokens % unit == 0 ? block_tokens / unit : 0),
+          ahead_links((lookahead_tokens + unit - 1) / unit) {}
+
+    int64_t links_per_block;  // of the hash chain; 0: blocks are smaller than a link
+    int64_t ahead_links;
 
     bool full() const { return kind == KVC_FULL; }
     bool span() const { return kind == KVC_SPAN; }

@@ -6,7 +6,10 @@
 namespace kvc {
 
 void Arena::guarantee(std::span<const int64_t> needs) {
-    ++epoch_;
+    if (++epoch_ == 0) {  // come round: no mark may look new
+        for (Slab& s : slabs_) s.mine = 0;
+        epoch_ = 1;
+    }
     for (size_t i = 0; i < classes_.size(); ++i) {
         SizeClass& c = classes_[i];
         c.pinned = 0;
@@ -91,8 +94,8 @@ int32_t Arena::take_mine(int32_t group) {
 void Arena::reset_own_cursors() {
     if (!tight_) return;
     for (SizeClass& c : classes_) {
-        c.own_slab = 0;
-        c.own_page = coldest(c);
+        c.mine_slab = 0;
+        c.mine_page = coldest(c);
     }
 }
 
@@ -100,13 +103,13 @@ void Arena::reset_own_cursors() {
 int32_t Arena::take_own(int32_t size_class) {
     SizeClass& c = of(size_class);
     if (c.k == 1) return kNoPage;
-    for (; c.own_slab < static_cast<int32_t>(created_slabs()); ++c.own_slab) {
-        const Slab& s = slab(c.own_slab);
-        if (s.owner == size_class && s.used < c.k && mine_in(s) > 0) return take_from(c, c.own_slab);
+    for (; c.mine_slab < static_cast<int32_t>(created_slabs()); ++c.mine_slab) {
+        const Slab& s = slab(c.mine_slab);
+        if (s.owner == size_class && s.used < c.k && mine_in(s) > 0) return take_from(c, c.mine_slab);
     }
-    while (c.own_page != kNoPage) {
-        const int32_t id = c.own_page;
-        c.own_page = after(c, id);
+    while (c.mine_page != kNoPage) {
+        const int32_t id = c.mine_page;
+        c.mine_page = after(c, id);
         if (mine_in(slab(slab_of(c, id))) == 0) continue;
         evict(c, id);
         return id;
@@ -127,9 +130,9 @@ int32_t Arena::take_whole_slab(int32_t size_class) {
         reclaim(coldest_class);
     }
     SizeClass& c = of(size_class);
-    const int32_t s = give_slab(size_class);
-    c.own_slab = std::min(c.own_slab, s);
-    return take_from(c, s);
+    const int32_t id = take_new(size_class);
+    c.mine_slab = std::min(c.mine_slab, slab_of(c, id));
+    return id;
 }
 
 }  // namespace kvc

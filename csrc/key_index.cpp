@@ -26,21 +26,17 @@ int64_t KeyIndex::run_length(const Page* pages, const DigestRun& run, uint32_t n
             if (page != kNoPage) __builtin_prefetch(pages + page);
         }
         for (int64_t i = 0; i < n; ++i) {
-            const int32_t id = find(pages, run.at(base + i), ns);
+            const int32_t id = find(pages, run.at(base + i), ns, tags[i]);
             if (id == kNoPage || (pages[id].key == Page::kPending && !allow_pending)) return base + i - begin;
         }
     }
     return std::max<int64_t>(run.count - begin, 0);
 }
 
-void KeyIndex::reserve(int64_t more) {
+void KeyIndex::grow(int64_t more) {
     size_t slots = slots_.size();
     while (static_cast<size_t>(count_ + more) * 2 > slots) slots *= 2;
-    if (slots > slots_.size()) grow(slots);
-}
-
-void KeyIndex::grow(size_t slots) {
-    std::vector<Slot> old(slots);
+    LargeVector<Slot> old(slots);
     old.swap(slots_);
     mask_ = slots_.size() - 1;
     for (const Slot& slot : old) {
@@ -51,18 +47,9 @@ void KeyIndex::grow(size_t slots) {
     }
 }
 
-void KeyIndex::insert(const Page& page, int32_t id) {
-    reserve(1);
-    const uint32_t own = tag(page.digest, page.ns);
-    uint64_t i = own & mask_;
-    while (slots_[i].page != kNoPage) i = (i + 1) & mask_;
-    slots_[i] = {own, id};
-    ++count_;
-}
-
 // Backward shift: each later slot of the cluster moves into the hole unless its home lies after the hole.
-void KeyIndex::erase(const Page& page, int32_t id) {
-    uint64_t hole = tag(page.digest, page.ns) & mask_;
+void KeyIndex::erase(uint32_t tag, int32_t id) {
+    uint64_t hole = tag & mask_;
     while (slots_[hole].page != id) hole = (hole + 1) & mask_;
     for (uint64_t i = (hole + 1) & mask_; slots_[i].page != kNoPage; i = (i + 1) & mask_) {
         const uint64_t home = slots_[i].tag & mask_;
@@ -74,8 +61,8 @@ void KeyIndex::erase(const Page& page, int32_t id) {
     --count_;
 }
 
-void KeyIndex::move(const Page& page, int32_t from, int32_t to) {
-    uint64_t i = tag(page.digest, page.ns) & mask_;
+void KeyIndex::move(uint32_t tag, int32_t from, int32_t to) {
+    uint64_t i = tag & mask_;
     while (slots_[i].page != from) i = (i + 1) & mask_;
     slots_[i].page = to;
 }

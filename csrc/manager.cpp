@@ -28,7 +28,7 @@ Manager::Manager(const kvc_config& config, const kvc_group* groups)
       journal_(config.journal != 0),
       events_(config.events != 0) {
     for (int32_t g = 0; g < n_groups_; ++g) {
-        const GroupRules& group = groups_.emplace_back(groups[g]);
+        const GroupRules& group = groups_.emplace_back(groups[g], unit_);
         if (group.full() && group.votes()) full_.push_back(g);
         if (group.span()) spans_.push_back(g);
         if (group.state()) {

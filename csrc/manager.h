@@ -112,6 +112,7 @@ class Manager final : private KeyListener {
     struct Demand {  // of a grant
         int64_t start = 0;
         int64_t end = 0;
+        int64_t drafts = 0;
         std::vector<Point> plan;
         std::vector<int64_t> pages;    // new ones, per group
         std::vector<int64_t> classes;  // ... and per class

@@ -171,6 +171,12 @@ const Digest* Manager::digest_at(const Request& r, int64_t position) const {
 // depends on). Blocks smaller than a unit are told apart by the number of blocks that follow them in it.
 bool Manager::block_key(const Request& r, int32_t group, int64_t block, Digest* key) const {
     const GroupRules& g = rules(group);
+    if (g.links_per_block) {
+        const auto link = static_cast<size_t>((block + 1) * g.links_per_block + g.ahead_links);
+        if (link > r.digests.size()) return false;
+        *key = r.digests[link - 1];
+        return true;
+    }
     const int64_t end = (block + 1) * g.block_tokens;
     const Digest* link = digest_at(r, (end + g.lookahead_tokens + unit_ - 1) / unit_ * unit_);
     if (!link) return false;

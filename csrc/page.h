@@ -14,13 +14,13 @@ inline constexpr int32_t kNoPage = -1;
 struct alignas(64) Page {
     Digest digest{};
     uint64_t age : 48 = 0;   // clock at the last time it became cached
+    uint64_t pins : 16 = 0;  // the part of refs that readers outside hold
+    uint64_t end : 48 = 0;   // position after the block, or of the state
     uint64_t group : 6 = 0;  // of its key; stale without one
+    uint64_t list : 2 = 0;   // 0: none, else 1 + List
     uint64_t hits : 3 = 0;   // adoptions, saturating
     uint64_t key : 2 = 0;    // Key
-    uint64_t list : 2 = 0;   // 0: none, else 1 + List
     uint64_t kept : 1 = 0;   // declared: keeps its place when superseded
-    uint64_t end : 48 = 0;   // position after the block, or of the state
-    uint64_t pins : 16 = 0;  // the part of refs that readers outside hold
     uint32_t ns = 0;
     int32_t refs = 0;
     int32_t previous = kNoPage;

@@ -5,18 +5,24 @@
 #include "arena.h"
 #include "error.h"
 #include "exclusive.h"
+#include "pool_journal.h"
 
 struct kvc_pool {
+    kvc::PoolJournal journal;
     kvc::Arena arena;
     kvc::Exclusive exclusive;
+
+    kvc_pool(int64_t capacity, uint64_t seed) : journal(&arena), arena(capacity, {1}, {0}, false, seed, &journal) {}
 };
 
 namespace {
 
 using kvc::Arena;
+using kvc::check_array;
 using kvc::DigestRun;
 using kvc::fail;
 using kvc::kNoPage;
+using kvc::not_null;
 using kvc::Page;
 using Longs = long long;
 
@@ -24,7 +30,7 @@ constexpr int32_t kGroup = 0;  // the only one, of the only class
 
 template <typename Body>
 int32_t enter(kvc_pool* pool, Body&& body) {
-    if (!pool) return fail(KVC_E_ARGUMENT, "pool is NULL");
+    if (const auto status = not_null("pool", pool)) return status;
     return kvc::exclusively(pool->exclusive, "pool", [&] { return body(pool->arena); });
 }
 
@@ -33,11 +39,11 @@ bool exists(const Arena& arena, int64_t page) { return page >= 0 && page < arena
 
 int64_t free_pages(const Arena& arena) { return arena.empty_slabs() + arena.free_pages(0); }
 
-int32_t check_run(int64_t stride_bytes, int64_t n) {
-    if (n < 0 || stride_bytes < 32)
-        return fail(KVC_E_ARGUMENT, "%lld digests with a stride of %lld bytes: count below 0 or stride below 32",
+int32_t check_run(const uint8_t* digests, int64_t stride_bytes, int64_t n) {
+    if (stride_bytes < 32)
+        return fail(KVC_E_ARGUMENT, "%lld digests with a stride of %lld bytes: it must be 32 or more",
                     static_cast<Longs>(n), static_cast<Longs>(stride_bytes));
-    return KVC_OK;
+    return check_array("digests", digests, n);
 }
 
 }  // namespace
@@ -51,7 +57,8 @@ int32_t kvc_pool_new(int64_t capacity, uint64_t seed, kvc_pool** out) {
         if (capacity < 1 || capacity > kvc::kMostPages)
             return fail(KVC_E_ARGUMENT, "a pool of %lld pages: it must have 1 to %lld", static_cast<Longs>(capacity),
                         static_cast<Longs>(kvc::kMostPages));
-        *out = new kvc_pool{Arena(capacity, {1}, {kGroup}, false, seed), {}};
+        if (const auto status = not_null("out", out)) return status;
+        *out = new kvc_pool(capacity, seed);
         return KVC_OK;
     });
 }
@@ -61,7 +68,8 @@ void kvc_pool_free(kvc_pool* pool) { delete pool; }
 int32_t kvc_pool_present(kvc_pool* pool, uint32_t ns, const uint8_t* digests, int64_t stride_bytes, int64_t n,
                          uint8_t* present) {
     return enter(pool, [&](Arena& a) -> int32_t {
-        if (const auto status = check_run(stride_bytes, n)) return status;
+        if (const auto status = check_run(digests, stride_bytes, n)) return status;
+        if (const auto status = check_array("present", present, n)) return status;
         a.present(kGroup, {digests, stride_bytes, n}, ns, present);
         return KVC_OK;
     });
@@ -79,7 +87,8 @@ uint64_t kvc_pool_version(kvc_pool* pool) {
 int32_t kvc_pool_acquire(kvc_pool* pool, uint32_t ns, const uint8_t* digests, int64_t stride_bytes, int64_t n,
                          int32_t* pages) {
     return enter(pool, [&](Arena& a) -> int32_t {
-        if (const auto status = check_run(stride_bytes, n)) return status;
+        if (const auto status = check_run(digests, stride_bytes, n)) return status;
+        if (const auto status = check_array("pages", pages, n)) return status;
         const DigestRun run{digests, stride_bytes, n};
         for (int64_t i = 0; i < n; ++i) {
             pages[i] = a.find(kGroup, run.at(i), ns);
@@ -91,7 +100,8 @@ int32_t kvc_pool_acquire(kvc_pool* pool, uint32_t ns, const uint8_t* digests, in
 
 int32_t kvc_pool_take(kvc_pool* pool, int64_t n, int32_t* pages, int64_t* taken) {
     return enter(pool, [&](Arena& a) -> int32_t {
-        if (n < 0) return fail(KVC_E_ARGUMENT, "%lld pages wanted", static_cast<Longs>(n));
+        if (const auto status = check_array("pages", pages, n)) return status;
+        if (const auto status = not_null("taken", taken)) return status;
         *taken = 0;
         const int64_t count = std::min(n, a.slabs() - a.held_pages(0));
         a.reserve({&count, 1}, {});
@@ -103,7 +113,9 @@ int32_t kvc_pool_take(kvc_pool* pool, int64_t n, int32_t* pages, int64_t* taken)
 int32_t kvc_pool_publish(kvc_pool* pool, uint32_t ns, const uint8_t* digests, const int32_t* pages, int64_t n,
                          uint8_t* published) {
     return enter(pool, [&](Arena& a) -> int32_t {
-        if (const auto status = check_run(32, n)) return status;
+        if (const auto status = check_run(digests, 32, n)) return status;
+        if (const auto status = check_array("pages", pages, n)) return status;
+        if (const auto status = check_array("published", published, n)) return status;
         const DigestRun run{digests, 32, n};
         a.reserve_keys(kGroup, n);
         for (int64_t i = 0; i < n; ++i) {
@@ -127,8 +139,9 @@ int32_t kvc_pool_unpublish(kvc_pool* pool, int32_t page) {
 
 int32_t kvc_pool_release(kvc_pool* pool, const int32_t* pages, int64_t n) {
     return enter(pool, [&](Arena& a) -> int32_t {
-        if (n < 0) return fail(KVC_E_ARGUMENT, "%lld pages to release", static_cast<Longs>(n));
-        std::vector<int32_t> sorted(pages, pages + n);
+        if (const auto status = check_array("pages", pages, n)) return status;
+        std::vector<int32_t> sorted;
+        if (n) sorted.assign(pages, pages + n);
         std::sort(sorted.begin(), sorted.end());
         for (size_t i = 0; i < sorted.size();) {
             const size_t first = i;
@@ -143,8 +156,27 @@ int32_t kvc_pool_release(kvc_pool* pool, const int32_t* pages, int64_t n) {
     });
 }
 
+int32_t kvc_pool_journal(kvc_pool* pool, int64_t most) {
+    return enter(pool, [&](Arena&) -> int32_t {
+        if (most < 0) return fail(KVC_E_ARGUMENT, "a journal of %lld events", static_cast<Longs>(most));
+        pool->journal.start(most);
+        return KVC_OK;
+    });
+}
+
+int32_t kvc_pool_take_events(kvc_pool* pool, kvc_pool_event* events, int64_t cap, int64_t* n) {
+    return enter(pool, [&](Arena&) -> int32_t {
+        if (const auto status = check_array("events", events, cap)) return status;
+        if (const auto status = not_null("n", n)) return status;
+        *n = pool->journal.count();
+        if (*n && *n <= cap) pool->journal.take(events);
+        return KVC_OK;
+    });
+}
+
 int32_t kvc_pool_get_stats(kvc_pool* pool, kvc_pool_stats* out) {
     return enter(pool, [&](Arena& a) -> int32_t {
+        if (const auto status = not_null("out", out)) return status;
         *out = {};
         out->capacity = a.slabs();
         out->created = a.created_slabs();

@@ -42,8 +42,7 @@ void Arena::reclaim(int32_t size_class) {
     const int32_t used = slab(s).used;
     if (used < c.k) unlist_partial(c, s);
     leaving_.clear();
-    const int32_t slots = c.k == 1 ? 1 : slab(s).fresh;
-    for (int32_t id = s * c.k; id < s * c.k + slots; ++id)
+    for (int32_t id = s * c.k; id < s * c.k + slab(s).fresh; ++id)
         if (page_in(c, id).list) leaving_.push_back(id);
     std::sort(leaving_.begin(), leaving_.end(),
               [&c](int32_t a, int32_t b) { return rank(page_in(c, a)) > rank(page_in(c, b)); });
@@ -89,9 +88,11 @@ void Arena::move_page(int32_t size_class, int32_t from, int32_t to) {
     (page.previous == kNoPage ? head.first : page_in(c, page.previous).next) = to;
     (page.next == kNoPage ? head.last : page_in(c, page.next).previous) = to;
     warm(c, to);
-    group_of(static_cast<int32_t>(page.group)).index.move(page, from, to);
+    KeyIndex& index = group_of(static_cast<int32_t>(page.group)).index;
+    index.move(index.tag(page.digest, page.ns), from, to);
     moves_.push_back({size_class, from, to});
     ++moved_;
+    ++version_;
 }
 
 }  // namespace kvc

@@ -10,6 +10,7 @@
 #endif
 
 #include "error.h"
+#include "exclusive.h"
 
 namespace kvc {
 
@@ -29,6 +30,7 @@ alignas(64) const uint32_t kRound[64] = {
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
 // The message bytes of a key, the same on every host.
+constexpr int64_t kMostHashed = int64_t{1} << 40;  // tokens
 constexpr char kBlockDomain[] = "kvcache/block/1";
 constexpr char kMixedDomain[] = "kvcache/block+/1";
 
@@ -188,7 +190,8 @@ const char* kvc_sha256_path(void) { return kvc::sha_path_name(); }
 int32_t kvc_sha256(int32_t path, const uint8_t* data, int64_t n_bytes, uint8_t* digest) {
     const auto compress = kvc::compress_function(static_cast<kvc::ShaPath>(path));
     if (path < 0 || path > 2 || !compress) return kvc::fail(KVC_E_ARGUMENT, "SHA-256 path %d: not on this CPU", path);
-    if (n_bytes < 0) return kvc::fail(KVC_E_ARGUMENT, "length %lld is negative", static_cast<long long>(n_bytes));
+    if (const auto status = kvc::check_array("data", data, n_bytes)) return status;
+    if (const auto status = kvc::not_null("digest", digest)) return status;
     const auto result = kvc::sha256(compress, kvc::kShaInitial, 0, data, static_cast<size_t>(n_bytes));
     std::memcpy(digest, result.bytes, 32);
     return KVC_OK;
@@ -200,9 +203,13 @@ int32_t kvc_hash_chain(int32_t path, const uint8_t* parent, const int32_t* token
         const auto compress = kvc::compress_function(static_cast<kvc::ShaPath>(path));
         if (path < 0 || path > 2 || !compress)
             return kvc::fail(KVC_E_ARGUMENT, "SHA-256 path %d: not on this CPU", path);
-        if (n_blocks < 0 || block_tokens < 1)
-            return kvc::fail(KVC_E_ARGUMENT, "%lld blocks of %lld tokens: both must be positive",
+        if (n_blocks < 0 || block_tokens < 1 || block_tokens > kvc::kMostHashed ||
+            n_blocks > kvc::kMostHashed / block_tokens)
+            return kvc::fail(KVC_E_ARGUMENT, "%lld blocks of %lld tokens: both must be positive, their product small",
                              static_cast<long long>(n_blocks), static_cast<long long>(block_tokens));
+        if (const auto status = kvc::not_null("parent", parent)) return status;
+        if (const auto status = kvc::check_array("tokens", tokens, n_blocks)) return status;
+        if (const auto status = kvc::check_array("digests", digests, n_blocks)) return status;
         kvc::Digest first;
         std::memcpy(first.bytes, parent, 32);
         std::vector<kvc::Digest> out(static_cast<size_t>(n_blocks));

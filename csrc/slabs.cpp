@@ -55,6 +55,12 @@ int32_t Arena::take_from(SizeClass& c, int32_t s) {
 void Arena::free_page(SizeClass& c, int32_t id) {
     const int32_t s = slab_of(c, id);
     Slab& from = slab(s);
+    if (c.k == 1) {
+        from.used = 0;
+        --c.owned;
+        push_empty(s);
+        return;
+    }
     if (from.used < c.k) unlist_partial(c, s);
     page_in(c, id).next = from.freed;
     from.freed = id;
@@ -63,7 +69,7 @@ void Arena::free_page(SizeClass& c, int32_t id) {
         list_partial(c, s);
         return;
     }
-    if (c.k > 1) --c.idle_many;
+    --c.idle_many;
     c.free -= c.k;
     --c.owned;
     push_empty(s);
@@ -71,14 +77,8 @@ void Arena::free_page(SizeClass& c, int32_t id) {
 
 // ---- slabs between classes ------------------------------------------------------------------------------------------
 
-void Arena::push_empty(int32_t s) {
-    slab(s).owner = kNoClass;
-    slab(s).next = first_empty_;
-    first_empty_ = s;
-    ++empty_;
-}
-
-int32_t Arena::give_slab(int32_t size_class) {
+// An empty or a new slab; in no list yet.
+inline int32_t Arena::own_slab(int32_t size_class) {
     int32_t s = first_empty_;
     if (s != kNoSlab) {
         first_empty_ = slab(s).next;
@@ -88,12 +88,30 @@ int32_t Arena::give_slab(int32_t size_class) {
         slabs_.emplace_back();
     }
     SizeClass& c = of(size_class);
-    slab(s) = Slab{.owner = size_class};
     const auto pages = (static_cast<size_t>(s) + 1) * static_cast<size_t>(c.k);
     if (c.pages.size() < pages) c.pages.resize(pages);
-    c.free += c.k;
     ++c.owned;
-    list_partial(c, s);
+    return s;
+}
+
+// All its pages are free.
+int32_t Arena::give_slab(int32_t size_class) {
+    const int32_t s = own_slab(size_class);
+    slab(s) = Slab{.owner = static_cast<int16_t>(size_class)};
+    of(size_class).free += of(size_class).k;
+    list_partial(of(size_class), s);
+    return s;
+}
+
+// As take_from(give_slab()).
+int32_t Arena::take_new(int32_t size_class) {
+    SizeClass& c = of(size_class);
+    if (c.k > 1) return take_from(c, give_slab(size_class));
+    const int32_t s = own_slab(size_class);
+    Slab& only = slab(s);  // of one page: what else it says stays unread, but for `mine`, which is 0
+    only.owner = static_cast<int16_t>(size_class);
+    only.used = only.fresh = 1;
+    only.freed = kNoPage;
     return s;
 }
 
@@ -169,9 +187,10 @@ int32_t Arena::coldest_that_spares(uint64_t below) const {
     int32_t found = kNoClass;
     for (int32_t i = 0; i < classes(); ++i) {
         const SizeClass& c = of(i);
-        if (can_spare(c, c.wanted) == 0) continue;
-        const uint64_t own = rank(page_in(c, coldest(c)));
-        if (own >= below) continue;
+        const int32_t first = coldest(c);
+        if (first == kNoPage) continue;
+        const uint64_t own = rank(page_in(c, first));
+        if (own >= below || can_spare(c, c.wanted) == 0) continue;
         below = own;
         found = i;
     }
@@ -180,24 +199,22 @@ int32_t Arena::coldest_that_spares(uint64_t below) const {
 
 // ---- taking ---------------------------------------------------------------------------------------------------------
 
-int32_t Arena::held_now(int32_t group, int32_t id) {
-    SizeClass& c = of(class_of(group));
-    if (c.wanted) --c.wanted;
-    page_in(c, id).refs = 1;
-    start_holding(group, c, id);
-    return id;
+// Slabs that the class leaves for classes of larger pages as long as it has a page of its own to give up. They soon want
+// them back (a state at every step that starts a request), and to win one back costs up to k moves.
+int64_t Arena::left_alone(const SizeClass& c) const {
+    return c.k == least_per_slab_ || c.cached() == 0 ? 0 : std::min<int64_t>(2, most_slabs_ / 64);
 }
 
 int32_t Arena::take(int32_t group) {
     const int32_t size_class = class_of(group);
     SizeClass& c = of(size_class);
     if (c.free) return held_now(group, take_from(c, fullest(c)));
-    if (empty_ + uncreated()) return held_now(group, take_from(c, give_slab(size_class)));
+    if (empty_ + uncreated() > left_alone(c)) return held_now(group, take_new(size_class));
     const int32_t victim = coldest(c);
     const uint64_t below = victim == kNoPage ? UINT64_MAX : rank(page_in(c, victim));
     if (const int32_t other = coldest_that_spares(below); other != kNoClass) {
         reclaim(other);
-        return held_now(group, take_from(c, give_slab(size_class)));
+        return held_now(group, take_new(size_class));
     }
     if (victim == kNoPage) return kNoPage;
     evict(c, victim);

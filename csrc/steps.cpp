@@ -59,7 +59,9 @@ void Manager::key_span(Request& r, int32_t group, int64_t position, int64_t* don
     for (int64_t b = first; b * g.block_tokens < position; ++b) {
         Digest key;
         if (!block_key(r, group, b, &key)) continue;
-        key_page(r, group, table.page(b), key, (b + 1) * g.block_tokens, visibility);
+        // What lies before `done` has its key, or is a hole.
+        if ((b + 1) * g.block_tokens > *done)
+            key_page(r, group, table.page(b), key, (b + 1) * g.block_tokens, visibility);
         if (!declared || visibility != Page::kVisible) continue;
         const int32_t owner = arena_.find(group, key, r.ns);
         if (owner != kNoPage) arena_.keep(group, owner);
@@ -90,6 +92,7 @@ size_t Manager::newest_complete(const Request& r) const {
 void Manager::confirm_spans(Request& r) {
     if (!arena_.pending()) return;
     for (const int32_t g : spans_) {
+        if (r.span_pending[static_cast<size_t>(g)] > r.settled()) continue;  // they wait for a position to come
         const Table& table = r.tables[static_cast<size_t>(g)];
         const int64_t block = rules(g).block_tokens;
         Digest key;

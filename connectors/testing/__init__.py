@@ -1,6 +1,7 @@
 """The connector author's kit: contract suite, fault injection, oracle. Needs no test framework."""
 
 from kvcache.connectors.testing.contract import CONTRACT
+from kvcache.connectors.testing.events import Follower
 from kvcache.connectors.testing.faults import Faults, FaultyWorker, with_faults
 from kvcache.connectors.testing.harness import (
     ContractError,
@@ -26,6 +27,7 @@ __all__ = [
     "Factory",
     "Faults",
     "FaultyWorker",
+    "Follower",
     "Gate",
     "Key",
     "OracleTier",

@@ -22,6 +22,7 @@ import numpy as np
 
 from kvcache.connectors.base import QUEUE_FULL, Direction, Transfer, TransferResult, failed
 from kvcache.connectors.testing.deadlines import DEADLINE_RULES
+from kvcache.connectors.testing.events import EVENT_RULES
 from kvcache.connectors.testing.harness import (
     PATIENCE_SECONDS,
     ContractError,
@@ -352,6 +353,7 @@ CONTRACT: tuple[Callable[[Factory], None], ...] = (
     a_malformed_result_is_a_failure,
     device_pages_are_named_once_and_first,
     *DEADLINE_RULES,
+    *EVENT_RULES,
     ten_thousand_random_operations,
 )
 """Every rule takes a factory and raises `ContractError` where the connector breaks it."""

@@ -169,4 +169,5 @@ def with_faults(
 ) -> tuple[Connector, FaultyWorker]:
     """The connector with its worker wrapped, and the wrapper."""
     worker = FaultyWorker(connector.worker, faults, seed=seed, hold=hold)
-    return Connector(connector.name, connector.scheduler, worker), worker
+    wrapped = Connector(connector.name, connector.scheduler, worker, connector.medium)
+    return wrapped, worker

@@ -59,6 +59,8 @@ class Setup:
     """Pages of each group that the tier holds."""
     queue_depth: int = 4
     deadline_seconds: float = PATIENCE_SECONDS
+    events: bool = False
+    """The tier is to report events, if it can."""
     before_copy: Callable[[], None] = lambda: None
     """The worker calls it before it moves bytes, where it would block: it may wait or raise."""
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcache.connectors.base import QUEUE_FULL, Connector, Direction, Transfer, failed
+from kvcache.connectors.testing.events import Follower
 from kvcache.connectors.testing.faults import Faults, with_faults
 from kvcache.connectors.testing.harness import Factory, Key, Rig, Setup, chain, expect
 from kvcache.connectors.testing.oracle import OracleTier
@@ -37,7 +38,7 @@ class RandomRun:
 
     def __init__(self, factory: Factory, seed: int) -> None:
         self.random = random.Random(seed)
-        setup = Setup(queue_depth=8)
+        setup = Setup(queue_depth=8, events=True)
         faults = Faults(fail_item=0.05, late=0.1, duplicate=0.1, drop=0.05, refuse=0.1)
         connector, self.worker = with_faults(factory(setup), faults, seed=seed, hold=True)
 
@@ -46,6 +47,7 @@ class RandomRun:
 
         self.rig = Rig(ready, setup)
         self.oracle: OracleTier[Key] = OracleTier(setup.pages)
+        self.follower = Follower()
         self.flights: dict[int, _Flight] = {}
         self.asked: dict[int, list[Key]] = {}
         self.chains = [
@@ -65,6 +67,19 @@ class RandomRun:
         self.rig.scheduler.check()
         pinned = sum(map(len, self.oracle.held)) + sum(map(len, self.oracle.storing))
         expect(self.rig.pinned() == pinned, f"{self.rig.pinned()} pages are pinned, not {pinned}")
+        if self.rig.scheduler.reports_events and self.random.random() < 0.5:
+            self.follow()
+
+    def follow(self) -> None:
+        """The events so far lead to the keys that the oracle has."""
+        self.follower.apply(self.rig.scheduler.take_events())
+        rows = [
+            [*cached, *held]
+            for cached, held in zip(self.oracle.cached, self.oracle.held, strict=True)
+        ]
+        expect(all(self.follower.knows(key) for row in rows for key in row), "a key was not told")
+        told, there = len(self.follower.keys), sum(map(len, rows))
+        expect(told == there, f"events told {told} keys, there are {there}")
 
     def finish(self) -> None:
         """Everything that is in flight ends; nothing stays pinned."""

@@ -80,6 +80,18 @@ int32_t kvc_pool_publish(kvc_pool* pool, uint32_t ns, const uint8_t* digests, co
 int32_t kvc_pool_unpublish(kvc_pool* pool, int32_t page);
 /* Drops one reference of each page, in this order: the first is evicted first. All or nothing. */
 int32_t kvc_pool_release(kvc_pool* pool, const int32_t* pages, int64_t n);
+/* What became findable and what went (evicted or unpublished), one key each, kind as in kvc_event_kind. */
+typedef struct {
+    int32_t kind;
+    uint32_t ns;
+    uint8_t digest[32]; /* of KVC_EVENT_LOST: zeros */
+} kvc_pool_event;
+/* From now on at most so many events wait to be taken; 0, as at first: none are kept. What waited is forgotten. */
+int32_t kvc_pool_journal(kvc_pool* pool, int64_t most);
+/* Events since the last call, in order. Where one found no room, all that waited are gone and a KVC_EVENT_LOST comes
+ * first: what follows it is right and complete. *n = how many; with less room than that (cap) nothing is written or
+ * forgotten. */
+int32_t kvc_pool_take_events(kvc_pool* pool, kvc_pool_event* events, int64_t cap, int64_t* n);
 int32_t kvc_pool_get_stats(kvc_pool* pool, kvc_pool_stats* out);
 int32_t kvc_pool_check(kvc_pool* pool);
 

@@ -168,6 +168,10 @@ class Model {
     }
     std::pair<int, uint64_t> rank_of(int c) const { return pages[c].at(coldest(c)).rank(); }
 
+    int64_t left_alone(int c) const {
+        const bool others_are_larger = k[c] > *std::min_element(k.begin(), k.end());
+        return others_are_larger && cached(c) ? std::min(2, T / 64) : 0;
+    }
     // Follows a reclaim by its moves, of which it takes its own off the front. The slab is empty afterwards.
     int reclaim(int c, Moves& moves) {
         const int s = slab_to_reclaim(c);

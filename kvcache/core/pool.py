@@ -11,7 +11,13 @@ from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError
 from kvcache.core.records import PoolStats
 
-__all__ = ["PagePool", "PoolStats"]
+__all__ = ["POOL_EVENT_DTYPE", "POOL_LOST", "POOL_REMOVED", "POOL_STORED", "PagePool", "PoolStats"]
+
+POOL_EVENT_DTYPE = np.dtype([("kind", "<i4"), ("ns", "<u4"), ("digest", ("u1", 32))])
+"""A key that became findable or went, as `kvc_pool_event` of the C header has it."""
+
+POOL_STORED, POOL_REMOVED, POOL_LOST = 1, 2, 3
+"""Kinds of `POOL_EVENT_DTYPE`. Lost: comes first, in place of all that waited for too long."""
 
 
 class PagePool:
@@ -20,13 +26,19 @@ class PagePool:
     A key is a namespace number and a 32-byte digest. Digests come as `[n, 32]` arrays of bytes
     whose rows may lie apart (a column of a record array, every second link of a chain): they are
     read in place. One thread at a time; two at once raise `MisuseError`.
+
+    Args:
+        capacity: pages that may exist.
+        seed: of the index's hash function.
+        journal: events that may wait for `take_events`, 40 bytes each; 0: none are kept.
     """
 
-    def __init__(self, capacity: int, *, seed: int = 0) -> None:
+    def __init__(self, capacity: int, *, seed: int = 0, journal: int = 0) -> None:
         self._ffi, self._lib = native.load()
         out = self._ffi.new("kvc_pool**")
         native.call(self._lib.kvc_pool_new, capacity, seed & (2**64 - 1), out)
         self._native = self._ffi.gc(out[0], self._lib.kvc_pool_free)
+        native.call(self._lib.kvc_pool_journal, self._native, journal)
         self.capacity = capacity
 
     @property
@@ -113,6 +125,19 @@ class PagePool:
             self._ffi.from_buffer("int32_t[]", rows),
             len(rows),
         )
+
+    def take_events(self) -> NDArray[np.void]:
+        """Keys that became findable or went since the last call, `[n]` of `POOL_EVENT_DTYPE`.
+
+        In order. One `POOL_LOST` first where more waited than `journal`: what follows it is right
+        and complete, what was before is not told any more.
+        """
+        n = self._ffi.new("int64_t*")
+        native.call(self._lib.kvc_pool_take_events, self._native, self._ffi.NULL, 0, n)
+        out = np.empty(n[0], POOL_EVENT_DTYPE)
+        events = self._ffi.cast("kvc_pool_event*", out.ctypes.data)
+        native.call(self._lib.kvc_pool_take_events, self._native, events, len(out), n)
+        return out
 
     def stats(self) -> PoolStats:
         """Pages by state. O(1)."""

@@ -11,9 +11,9 @@ from arena.crowds import RATIOS, random_crowd, two_sizes
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_ratios_are_what_they_say(ratio: int) -> None:
-    for seed in range(20):
-        most = max(two_sizes(random.Random(seed), ratio).pages_per_slab)
-        assert most == pytest.approx(ratio, rel=0.06)
+    drawn = [two_sizes(random.Random(seed), ratio).pages_per_slab for seed in range(20)]
+    assert any(1 in pages and ratio in pages for pages in drawn)
+    assert all(max(pages) >= 0.95 * ratio for pages in drawn)
 
 
 def test_crowds_meet_refusals_of_every_kind_loads_and_moves() -> None:

@@ -20,9 +20,11 @@ from kvcache.connectors.base import (
     TransferResult,
 )
 from kvcache.connectors.cpu import CpuConnector, native_copy
+from kvcache.connectors.key_events import KeysRemoved, KeysStored
 from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.connectors.testing import CONTRACT, ContractError, Factory, Setup
 from kvcache.core.errors import KVCacheError, MisuseError
+from kvcache.core.hashing import NATIVE_NAMESPACE
 
 
 def cpu(setup: Setup) -> Connector:
@@ -35,6 +37,7 @@ def cpu(setup: Setup) -> Connector:
         pages=setup.pages,
         queue_depth=setup.queue_depth,
         deadline_seconds=setup.deadline_seconds,
+        events=setup.events,
         copy=copy,
     )
 
@@ -103,6 +106,35 @@ class Repeating(PoolScheduler):
     def _unstored(self, items: Any, part: Any) -> Any:
         self._storing.clear()
         return super()._unstored(items, part)
+
+
+class Hopeful(PoolScheduler):
+    """Tells stores when they are planned."""
+
+    def plan_store(self, pages: Any) -> Any:
+        plan = super().plan_store(pages)
+        if plan is not None:
+            digests = np.ascontiguousarray(pages.items["digest"][plan[1]])
+            self.planned = KeysStored(0, NATIVE_NAMESPACE, digests)
+        return plan
+
+    def take_events(self) -> Any:
+        planned = [self.planned] if hasattr(self, "planned") else []
+        return planned + [e for e in super().take_events() if not isinstance(e, KeysStored)]
+
+
+class Keeping(PoolScheduler):
+    """Tells no eviction."""
+
+    def take_events(self) -> Any:
+        return [e for e in super().take_events() if not isinstance(e, KeysRemoved)]
+
+
+class Grouped(PoolScheduler):
+    """Tells all keys as those of one group."""
+
+    def take_events(self) -> Any:
+        return [e._replace(group=0) for e in super().take_events()]  # type: ignore[union-attr]
 
 
 class Trusting(PoolScheduler):
@@ -252,6 +284,9 @@ class Endless(Wrapped):
         (Credulous, {"a_failed_store_leaves_no_key", "a_copy_that_raises_fails_its_transfer_only"}),
         (Hasty, {"a_late_transfer_keeps_its_slots_until_the_final_result"}),
         (Repeating, {"a_key_is_stored_once"}),
+        (Hopeful, {"events_tell_a_key_when_it_is_visible"}),
+        (Keeping, {"events_tell_what_was_evicted", "ten_thousand_random_operations"}),
+        (Grouped, {"events_tell_a_key_when_it_is_visible", "events_tell_what_was_evicted"}),
         (Trusting, {"unknown_results_are_counted_and_ignored"}),
         (Boastful, {"an_unknown_key_fails_its_item_alone"}),
         (Shifted, {"bytes_come_back_in_every_group"}),
@@ -273,7 +308,12 @@ def test_a_connector_with_one_fault_breaks_a_rule(
         connector = cpu(setup)
         if issubclass(fault, PoolScheduler):
             sizes = [g.page_bytes for g in setup.geometry.groups]
-            scheduler = fault(sizes, setup.pages, deadline_seconds=setup.deadline_seconds)
+            scheduler = fault(
+                sizes,
+                setup.pages,
+                deadline_seconds=setup.deadline_seconds,
+                events=setup.events,
+            )
             return Connector("broken", scheduler, connector.worker)
         return Connector("broken", connector.scheduler, fault(connector.worker))
 

@@ -20,10 +20,20 @@ from numpy.typing import NDArray
 
 from kvcache.core import native
 from kvcache.core.errors import ConfigError, MisuseError
-from kvcache.core.pool import PagePool, PoolStats
+from kvcache.core.pool import (
+    POOL_EVENT_DTYPE,
+    POOL_LOST,
+    POOL_REMOVED,
+    POOL_STORED,
+    PagePool,
+    PoolStats,
+)
 
 Key = tuple[int, int]
 """Namespace, and a number that stands for a digest."""
+
+Told = tuple[int, int, int]
+"""Kind, namespace, number."""
 
 
 def digest(number: int) -> bytes:
@@ -40,6 +50,12 @@ def pages_of(*pages: int) -> NDArray[np.int32]:
     return np.array(pages, np.int32)
 
 
+def told(pool: PagePool) -> list[Told]:
+    """Events, with the numbers that their digests stand for."""
+    numbers = {digest(n): n for n in range(100)} | {bytes(32): -1}
+    return [(kind, ns, numbers[bytes(key)]) for kind, ns, key in pool.take_events().tolist()]
+
+
 class PoolOracle:
     """What the header of the pool says, in dictionaries."""
 
@@ -50,6 +66,7 @@ class PoolOracle:
         self.key_of: dict[int, Key] = {}
         self.lru: OrderedDict[int, None] = OrderedDict()
         self.evictions = 0
+        self.events: list[Told] = []
 
     def free(self) -> set[int]:
         return {p for p, n in self.refs.items() if n == 0 and p not in self.key_of}
@@ -76,6 +93,7 @@ class PoolOracle:
         if key := self.key_of.pop(page, None):
             del self.page_of[key]
             self.lru.pop(page, None)
+            self.events.append((POOL_REMOVED, *key))
 
     def acquire(self, key: Key) -> int:
         page = self.page_of.get(key, -1)
@@ -88,6 +106,7 @@ class PoolOracle:
         if key in self.page_of:
             return False
         self.page_of[key], self.key_of[page] = page, key
+        self.events.append((POOL_STORED, *key))
         return True
 
     def release(self, page: int) -> None:
@@ -102,11 +121,16 @@ numbers = st.integers(0, 9)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    @initialize(capacity=st.sampled_from([1, 2, 3, 5, 8, -1]), seed=st.integers(0, 2**64 - 1))
-    def build(self, capacity: int, seed: int) -> None:
+    @initialize(
+        capacity=st.sampled_from([1, 2, 3, 5, 8, -1]),
+        seed=st.integers(0, 2**64 - 1),
+        journal=st.sampled_from([0, 1, 3, 1000]),
+    )
+    def build(self, capacity: int, seed: int, journal: int) -> None:
         _, lib = native.load()
         capacity = lib.kvc_unlimited() if capacity < 0 else capacity
-        self.pool = PagePool(capacity, seed=seed)
+        self.pool = PagePool(capacity, seed=seed, journal=journal)
+        self.journal = journal
         self.oracle = PoolOracle(capacity)
         self.version = self.pool.version
         self.keys: dict[Key, int] = {}
@@ -174,6 +198,21 @@ class PoolMachine(RuleBasedStateMachine):
         if self.oracle.refs.get(page, 0) == 0:
             with pytest.raises(MisuseError):
                 self.pool.publish(ns, rows([number]), pages_of(page))
+
+    @rule()
+    def take_events(self) -> None:
+        """All of them in order; or the youngest, behind a mark, where they were too many."""
+        events, wanted = told(self.pool), self.oracle.events
+        self.oracle.events = []
+        if self.journal == 0:
+            assert events == []
+        elif len(wanted) <= self.journal:
+            assert events == wanted
+        else:
+            assert events[0][0] == POOL_LOST
+            rest = events[1:]
+            assert len(rest) == (len(wanted) - 1) % self.journal
+            assert rest == wanted[len(wanted) - len(rest) :]
 
     @invariant()
     def agrees_with_the_oracle(self) -> None:
@@ -285,10 +324,61 @@ def test_digests_may_lie_apart_in_any_array(pool: PagePool) -> None:
     assert pool.acquire(0, rows([1])[:0]).size == 0
 
 
+def test_events_come_in_order_once_and_only_where_asked_for(pool: PagePool) -> None:
+    pages = keyed_pages(pool, [1, 2])
+    assert pool.take_events().dtype == POOL_EVENT_DTYPE
+    pool = PagePool(2, journal=100)
+    pages = keyed_pages(pool, [1, 2])
+    pool.release(pages)
+    pool.acquire(0, rows([2]))
+    pool.take(1)
+    pool.unpublish(int(pages[1]))
+    pool.unpublish(int(pages[1]))
+    assert told(pool) == [
+        (POOL_STORED, 0, 1),
+        (POOL_STORED, 0, 2),
+        (POOL_REMOVED, 0, 1),
+        (POOL_REMOVED, 0, 2),
+    ]
+    assert told(pool) == []
+
+
+def test_a_key_that_is_there_already_tells_nothing() -> None:
+    pool = PagePool(4, journal=100)
+    pool.publish(0, rows([1, 1]), pool.take(2))
+    assert told(pool) == [(POOL_STORED, 0, 1)]
+
+
+def test_events_beyond_the_journal_leave_a_mark_in_their_place() -> None:
+    pool = PagePool(10, journal=3)
+    keyed_pages(pool, [1, 2, 3])
+    assert len(told(pool)) == 3
+    keyed_pages(pool, [4, 5, 6, 7])
+    assert told(pool) == [(POOL_LOST, 0, -1)]
+    keyed_pages(pool, [8])
+    assert told(pool) == [(POOL_STORED, 0, 8)]
+
+
+def test_with_less_room_than_there_are_no_event_is_written_or_forgotten() -> None:
+    pool = PagePool(4, journal=100)
+    keyed_pages(pool, [1, 2])
+    ffi, lib = native.load()
+    events, n = ffi.new("kvc_pool_event[2]"), ffi.new("int64_t*")
+    native.call(lib.kvc_pool_take_events, pool._native, events, 1, n)
+    assert n[0] == 2
+    assert events[0].kind == 0
+    assert len(told(pool)) == 2
+
+
 @pytest.mark.parametrize("capacity", [0, -1, 2**31])
 def test_a_pool_of_impossible_size_is_a_named_error(capacity: int) -> None:
     with pytest.raises(ConfigError):
         PagePool(capacity)
+
+
+def test_a_journal_of_less_than_nothing_is_a_named_error() -> None:
+    with pytest.raises(ConfigError, match="a journal of -1 events"):
+        PagePool(1, journal=-1)
 
 
 BAD_CALLS: dict[str, tuple[Callable[[PagePool], object], type[Exception]]] = {
@@ -320,12 +410,14 @@ def test_misuse_is_a_named_error_and_changes_nothing(pool: PagePool, case: str) 
 def test_the_library_refuses_negative_counts_and_short_strides(pool: PagePool) -> None:
     ffi, lib = native.load()
     out, key = ffi.new("int32_t[4]"), ffi.new("uint8_t[64]")
+    events, count = ffi.new("kvc_pool_event[1]"), ffi.new("int64_t*")
     keyed_pages(pool, [1])
     for function, *arguments in (
         (lib.kvc_pool_release, out, -1),
         (lib.kvc_pool_acquire, 0, key, 31, 1, out),
         (lib.kvc_pool_present, 0, key, 32, -1, key),
         (lib.kvc_pool_publish, 0, key, out, -1, key),
+        (lib.kvc_pool_take_events, events, -1, count),
     ):
         with pytest.raises(ConfigError):
             native.call(function, pool._native, *arguments)

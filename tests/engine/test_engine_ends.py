@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine.rig import DRAIN_SECONDS, Rig, generate, rig, tokens
+from engine.rig import DRAIN_SECONDS, Rig, generate, held_pages, rig, tokens
 from engine.stamp_runner import VOCAB, StampRunner, expected_output
 
 from kvcache import (
@@ -173,3 +173,45 @@ def test_pages_that_come_free_within_stall_seconds_are_waited_for_without_a_tier
             assert r.engine.step() == []
         r.manager.unpin(0, items["page"].astype(np.int32))
         assert r.engine.run()[late].tokens == expected_output(tokens(100, 2), 1)
+
+
+def test_nobody_gets_space_while_the_oldest_waits_for_what_is_pinned() -> None:
+    with rig([8], idle_wait_seconds=0.0001) as r:
+        kept = tokens(64, 1)
+        generate(r.engine, kept, 1)
+        items = r.manager.take_keyed()
+        assert (r.manager.pin(items) >= 0).all()
+        oldest = r.engine.add_request(tokens(60, 2), max_new_tokens=60)
+        younger = r.engine.add_request(tokens(5, 3), max_new_tokens=4)
+        while len(r.manager.block_table(oldest, 0)) < 4:
+            r.engine.step()
+        for _ in range(30):
+            r.engine.step()
+        assert r.manager.stats().frozen
+        assert r.engine.step() == []
+        assert (r.manager.pin(items) < 0).all()
+        r.manager.unpin(0, items["page"].astype(np.int32))
+        results = r.engine.run()
+        assert results[oldest].tokens == expected_output(tokens(60, 2), 60)
+        assert results[younger].tokens == expected_output(tokens(5, 3), 4)
+
+
+def test_younger_requests_make_room_for_the_oldest_one_while_it_waits() -> None:
+    with rig([6], token_budget=200) as r:
+        prompts = [tokens(32, 1), tokens(60, 2)]
+        oldest, younger = (r.engine.add_request(p, max_new_tokens=16) for p in prompts)
+        r.engine.step()
+        assert held_pages(r.manager) == 6
+        items = r.manager.take_keyed()
+        items = items[items["handle"] == oldest]
+        pages = r.manager.pin(items)
+        r.engine.preempt(oldest)
+        r.manager.clear()  # what it had is of no use to it, and not free either
+        r.engine.step()
+        assert [q.id for q in r.engine.scheduler.running] == [oldest]
+        assert [q.id for q in r.engine.scheduler.waiting] == [younger]
+        r.manager.unpin(0, pages)
+        results = r.engine.run()
+        assert results[oldest].tokens == expected_output(prompts[0], 16)
+        assert results[younger].tokens == expected_output(prompts[1], 16)
+        assert r.held == 0

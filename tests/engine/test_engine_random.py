@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 from engine.rig import Failing, Rig, rig, tokens
-from engine.stamp_runner import VOCAB, expected_output
+from engine.stamp_runner import VOCAB, expected_output, stamp_geometry
 
 from kvcache import (
     Dense,
@@ -55,6 +55,10 @@ class Play:
             self.take(engine.step())
 
 
+LONGEST_TOKENS = 90 + 10 + 12
+"""Of the requests that `Play` opens."""
+
+
 @pytest.mark.parametrize(
     ("steps", "blocks", "pages", "states", "retention", "tier", "failing"),
     [
@@ -99,3 +103,52 @@ def test_random_steps_leak_no_block(
         assert (r.engine.counters.failed_loads > 0) == (failing > 0)
         assert r.held == 0
         assert r.manager.stats()[:4] == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("movable", [False, True])
+@pytest.mark.parametrize(
+    ("blocks", "states", "window", "spare", "tier", "failing"),
+    [
+        ((16, 8), 1, 20, 0, None, 0.0),
+        ((8,), 2, 40, 1, 2, 0.1),
+        ((16,), 1, 0, 5, 10, 0.05),
+        ((4, 8), 0, 1, 12, 10, 0.1),
+    ],
+)
+def test_whatever_fits_alone_ends_in_the_smallest_arena(
+    blocks: tuple[int, ...],
+    states: int,
+    window: int,
+    spare: int,
+    tier: int | None,
+    failing: float,
+    movable: bool,
+) -> None:
+    """Memory moves between groups; a request that stood still would be given up as stalled."""
+    rng, faults = random.Random(spare), random.Random(0)
+    geometry = stamp_geometry(*blocks, states=states, window=window)
+    slabs = geometry.slabs_needed(LONGEST_TOKENS) + spare
+    with rig(
+        slabs,
+        *blocks,
+        states=states,
+        window=window,
+        movable=movable,
+        tier_pages=None if tier is None else [10 * tier] * len(geometry.groups),
+        tier={"copy": Failing(lambda: faults.random() < failing), "batch_bytes": 256},
+        token_budget=rng.choice([11, 40, 200]),
+        debug=False,
+        stall_seconds=30.0,
+    ) as r:
+        play = Play(r, rng)
+        for step in range(1000):
+            play.act()
+            if step % 41 == 0:
+                r.manager.check()
+        play.take(list(r.engine.stream()))
+        assert not play.wanted
+        assert set(play.reasons) == {Reason.LENGTH, Reason.ABORT}
+        assert r.engine.counters.preemptions > 0
+        classes = len(geometry.pages_per_slab)
+        assert (r.runner.moved_pages > 0) == (movable and classes > 1)
+        assert r.held == 0

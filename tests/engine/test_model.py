@@ -27,9 +27,12 @@ def real_model(smollm2_path: Path) -> Model:
     return smollm2.load_model(smollm2_path)
 
 
-@pytest.fixture(params=["tiny", "smollm2"])
+@pytest.fixture(params=["tiny", "window", "smollm2"])
 def model(request: pytest.FixtureRequest) -> Model:
-    return tiny.build_model(3) if request.param == "tiny" else request.getfixturevalue("real_model")
+    if request.param == "smollm2":
+        model: Model = request.getfixturevalue("real_model")
+        return model
+    return tiny.build_model(3, window=20 if request.param == "window" else None)
 
 
 # ---- the llama architecture in float64, straight from its definition --------------------------------
@@ -119,7 +122,7 @@ def test_decoding_in_pages_computes_what_padded_dense_decoding_computes(model: M
     prompts = [paged.random_tokens(model, n, seed=n) for n in lengths]
     runner = paged.Runner(model, paged.pages_for(model, 64, requests=4))
     pages = np.random.default_rng(0).permutation(16).reshape(4, 4)
-    requests = [paged.Request(runner, [pages[i]], state=i) for i in range(4)]
+    requests = [paged.Request(runner, [pages[i]] * 2, state=i) for i in range(4)]
     dense = Dense(model, 4, 64)
     with torch.inference_mode():
         runner.run([r.chunk(p) for r, p in zip(requests, prompts, strict=True)])

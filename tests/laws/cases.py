@@ -141,8 +141,11 @@ ONE_SIZE = {
 }
 """All pages of one size, one a slab: then eviction has one exact order."""
 
-names = st.sampled_from(sorted(GEOMETRIES))
-with_sparse = st.sampled_from([n for n in sorted(GEOMETRIES) if n not in ("full", "private")])
+ONLY = [name for name in os.environ.get("KVCACHE_TEST_GEOMETRIES", "").split(",") if name]
+"""For a closer look at some of them: names, separated by commas."""
+chosen = ONLY or sorted(GEOMETRIES)
+names = st.sampled_from(chosen)
+with_sparse = st.sampled_from([n for n in chosen if n not in ("full", "private")] or chosen)
 """Those with something that a policy decides on."""
 MIXED = -1
 intervals = st.sampled_from([None, 0, 1, 2, 3, MIXED])

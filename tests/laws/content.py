@@ -125,16 +125,29 @@ class Digests:
     def __init__(self, oracle: Oracle) -> None:
         self.oracle = oracle
         self._units: dict[tuple[Space, tuple[int, ...]], bytes] = {}
+        self._roots: dict[Space, bytes] = {}
+        self._keys: dict[tuple[int, Key], bytes] = {}
 
     def root(self, space: Space) -> bytes:
-        return root_digest(Fingerprint(), hash_unit_tokens=self.oracle.unit, salt=space[1])
+        found = self._roots.get(space)
+        if found is None:
+            found = root_digest(Fingerprint(), hash_unit_tokens=self.oracle.unit, salt=space[1])
+            self._roots[space] = found
+        return found
 
     def namespace(self, space: Space) -> bytes:
         return self.root(space) if space[0] == "foreign" else NATIVE_NAMESPACE
 
     def of(self, group: int, key: Key) -> bytes:
         """The digest of the last unit that a key covers; a part of a unit says which one."""
-        digest, block = self.unit(key.space, key.tokens), self.oracle.blocks[group]
+        block = self.oracle.blocks[group]
+        found = self._keys.get((block, key))
+        if found is None:
+            found = self._keys[block, key] = self._of(block, key)
+        return found
+
+    def _of(self, block: int, key: Key) -> bytes:
+        digest = self.unit(key.space, key.tokens)
         if block >= self.oracle.unit:
             return digest
         after = -key.end % self.oracle.unit // block

@@ -107,7 +107,7 @@ class Engine:
         """What gets a key when a request goes from `start` to `end`."""
         for g in self.groups if not request.muted else ():
             ends = self.oracle.keyed(g, self.kept(request, g, start, end), start, end)
-            found = (request.key(self.oracle, g, e) for e in ends)
+            found = (request.writes(self.oracle, g, e) for e in ends)
             keys[g].update(k for k in found if k)
 
     def kept(self, request: Request, group: int, start: int, end: int) -> list[int]:
@@ -225,6 +225,11 @@ class Engine:
     def held(self) -> list[int]:
         """Held pages of each size class."""
         return [c.held for c in self.manager.arena_stats().classes]
+
+    def counts(self) -> tuple[object, ...]:
+        """What a call that changes nothing leaves as it was."""
+        groups = [self.manager.group_stats(g) for g in self.groups]
+        return (self.manager.arena_stats(), *groups)
 
     def owned(self) -> list[int]:
         """Slabs of each size class."""
@@ -363,7 +368,7 @@ class Engine:
         self._touch(request)
         point = self.point(request)
         for g in self.oracle.kept_in_part if not request.muted else ():
-            found = (request.key(self.oracle, g, e) for e in self.oracle.needs(g, point))
+            found = (request.writes(self.oracle, g, e) for e in self.oracle.needs(g, point))
             self.ever[g].update(k for k in found if k)
         for _, works in self.steps:
             for work in works:

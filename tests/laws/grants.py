@@ -24,7 +24,8 @@ class Before(NamedTuple):
     """What was there when a grant was asked for."""
 
     resident: list[set[Key]]
-    held: list[int]
+    """Only where the request held nothing."""
+    counts: tuple[object, ...]
     need: list[int]
     first: bool
     """The request held nothing."""
@@ -64,7 +65,7 @@ def allocate(engine: Engine, request: Request, tokens: int, drafts: int = 0) -> 
         _check_end(engine, request, grant, start, tokens + drafts)
         if waiting:
             request.computed = request.committed = start
-        request.drafts = max(0, min(drafts, grant.end - start - tokens))
+        request.drafts = max(0, grant.end - start - tokens)
         taken = _take_pages(engine, request, before)
     shortened = not grant.load and grant.end - start < tokens + drafts
     _check_taken(engine, before, taken, shortened=shortened)
@@ -76,8 +77,8 @@ def allocate(engine: Engine, request: Request, tokens: int, drafts: int = 0) -> 
 def _before(engine: Engine, request: Request, tokens: int, drafts: int) -> Before:
     uncommitted = request.granted > request.committed
     return Before(
-        engine.resident(),
-        engine.held(),
+        engine.resident() if request.state == "waiting" else [],
+        engine.counts(),
         engine.manager.need(request.handle, tokens, drafts=drafts),
         request.state == "waiting",
         engine.in_use(),
@@ -116,8 +117,9 @@ def _adopted(engine: Engine, request: Request, before: Before, hit: int) -> set[
 
 
 def _check_refusal(engine: Engine, request: Request, before: Before, adopted: set[Page]) -> None:
-    assert engine.held() == before.held
-    assert engine.resident() == before.resident
+    assert engine.counts() == before.counts
+    if before.first:
+        assert engine.resident() == before.resident
     why = engine.manager.blockage(request.handle)
     seen[f"refused: {why}"] += 1
     oldest = request is engine.requests[0]
@@ -137,7 +139,7 @@ def _check_refusal(engine: Engine, request: Request, before: Before, adopted: se
         return
     held = before.in_use.union(adopted, *engine.touched.values())
     assert not engine.arena.can_take(wanted, held, before.owned), (
-        f"no space was said ({why}), though {before.need} pages fit beside {before.held}"
+        f"no space was said ({why}), though {before.need} pages fit beside {held}"
     )
 
 

@@ -223,7 +223,7 @@ class ManagerMachine(MachineBase):
     def preempt(self, pick: int) -> None:
         """Law 9: what was computed is there again, to the grid; one token is always left."""
         engine, request = self.engine, self.some(pick, "running", "loading")
-        point = engine.point(request)
+        point = 0 if request.muted else engine.point(request)
         engine.preempt(request)
         self.lookup(request, [])
         assert request.hit

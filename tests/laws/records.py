@@ -67,6 +67,11 @@ class Request:
     def key(self, oracle: Oracle, group: int, end: int) -> Key | None:
         return oracle.key(group, self.space, self.tokens, end, self.key_limit)
 
+    def writes(self, oracle: Oracle, group: int, end: int) -> Key | None:
+        """The key that its own page may get: a hole has nothing that could be found."""
+        hole = end // oracle.blocks[group] - 1 in self.holes.get(group, ())
+        return None if hole else self.key(oracle, group, end)
+
     def planned(self) -> Iterator[tuple[int, int]]:
         for group, plan in self.plans.items():
             yield from ((group, int(page)) for page in plan.pages)

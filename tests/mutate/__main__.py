@@ -11,7 +11,7 @@ import queue
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,8 +63,8 @@ class Crew:
         for shop in shops:
             self._free.put(shop)
 
-    def passing(self, tests: list[str]) -> list[str]:
-        """What the named tests say to the source as it is: nothing, where all pass."""
+    def failing(self, tests: list[str]) -> dict[str, str]:
+        """The named tests that fail on the source as it is, and why."""
 
         def one(test: str) -> str:
             shop = self._free.get()
@@ -72,21 +72,30 @@ class Crew:
                 failure = failure_of(shop, test, self._seconds)
             finally:
                 self._free.put(shop)
-            return f"{test}: {failure.names[0]} {failure.text}" if failure else ""
+            if failure is None:
+                return ""
+            why = f"{failure.names[0]} {failure.text}"
+            say(f"fails without any fault: {test}: {why}")
+            return why
 
         with ThreadPoolExecutor(self._jobs) as pool:
-            return [text for text in pool.map(one, tests) if text]
+            return {test: why for test, why in zip(tests, pool.map(one, tests), strict=True) if why}
 
-    def verdicts(self, mutants: list[Mutant]) -> list[Verdict]:
+    def verdicts(self, mutants: list[Mutant], failing: Mapping[str, str]) -> list[Verdict]:
+        """In the order of the mutants. `failing` tests cannot judge."""
+
         def one(mutant: Mutant) -> Verdict:
+            for test in mutant.tests:
+                if test in failing:
+                    return Verdict(mutant.name, "unjudged", f"{test} fails without it", 0.0)
             shop = self._free.get()
             try:
                 verdict = judge(shop, mutant, self._seconds)
             finally:
                 self._free.put(shop)
-            say(f"{verdict.verdict:9}{verdict.seconds:6.1f} s  {verdict.name}")
+            say(f"{verdict.verdict:10}{verdict.seconds:6.1f} s  {verdict.name}")
             if verdict.verdict != "killed":
-                say(f"          {verdict.why}")
+                say(f"           {verdict.why}")
             return verdict
 
         with ThreadPoolExecutor(self._jobs) as pool:
@@ -115,18 +124,18 @@ def main() -> int:
     if args.list:
         sys.stdout.write("\n".join(f"{m.name}: {', '.join(m.tests)}" for m in mutants) + "\n")
         return 0
+    try:
+        for mutant in mutants:
+            mutant.faulty(ROOT)
+    except StaleMutantError as stale:
+        say(str(stale))
+        return 1
     with workshops(min(args.jobs, len(mutants))) as shops:
         crew = Crew(shops, args.seconds)
         tests = sorted({test for mutant in mutants for test in mutant.tests})
-        failing = [] if args.unchecked else crew.passing(tests)
-        if failing:
-            say("these fail without any fault:\n" + "\n".join(failing))
-            return 1
-        try:
-            verdicts = crew.verdicts(mutants)
-        except StaleMutantError as stale:
-            say(str(stale))
-            return 1
+        say(f"{len(tests)} tests without a fault, then {len(mutants)} mutants")
+        failing = {} if args.unchecked else crew.failing(tests)
+        verdicts = crew.verdicts(mutants, failing)
     sys.stdout.write(table(mutants, verdicts) + "\n")
     if args.json:
         args.json.write_text(json.dumps([verdict._asdict() for verdict in verdicts], indent=1))

@@ -6,6 +6,7 @@
 | survived | a named test passed |
 | odd | a test failed otherwise: an error of another kind, a crash, a hang |
 | unbuilt | the faulty source does not compile |
+| unjudged | a named test fails without the fault too |
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def failure_of(shop: Workshop, test: str, seconds: float) -> Failure | None:
 
 
 def judge(shop: Workshop, mutant: Mutant, seconds: float) -> Verdict:
-    """Apply, build, run, revert. `StaleMutantError` passes through."""
+    """Apply, build, run, revert."""
     started = time.monotonic()
 
     def verdict(word: str, why: str) -> Verdict:

@@ -33,14 +33,17 @@ class Mutant(NamedTuple):
 
     def apply(self, root: Path) -> None:
         """Write the fault into the tree at `root`. Raises `StaleMutantError`."""
-        path = root / self.file
-        text = path.read_text()
+        (root / self.file).write_text(self.faulty(root))
+
+    def faulty(self, root: Path) -> str:
+        """The file's text with the fault in it. Raises `StaleMutantError`."""
+        text = (root / self.file).read_text()
         if text.count(self.old) != 1 or self.old == self.new:
             raise StaleMutantError(
                 f"{self.name}: {self.old!r} stands {text.count(self.old)} times in {self.file}, not"
                 " once: bring the mutant up to date"
             )
-        path.write_text(text.replace(self.old, self.new))
+        return text.replace(self.old, self.new)
 
     def revert(self, root: Path, original: Path) -> None:
         """Bring the file back from the tree at `original`."""

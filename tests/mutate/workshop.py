@@ -70,7 +70,11 @@ class Workshop:
     def build(self, target: str = "kvcache_core", seconds: float = 900) -> None:
         """Raises `BuildError` with the compiler's words."""
         if not (self._build / "build.ninja").is_file():
-            flags = ["-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1 -DNDEBUG", "-DKVCACHE_TESTS=ON"]
+            flags = [
+                "-DCMAKE_BUILD_TYPE=None",
+                "-DCMAKE_CXX_FLAGS=-O1 -DNDEBUG",
+                "-DKVCACHE_TESTS=ON",
+            ]
             self._must(["cmake", "-G", "Ninja", "-S", ".", "-B", str(self._build), *flags], 120)
         self._must(["ninja", "-j1", "-C", str(self._build), target], seconds)
         shutil.copy(self.root / "csrc/include/kvcache_core.h", self._build)

@@ -29,6 +29,7 @@ def cpu(setup: Setup, **options: Any) -> CpuConnector:
         pages=setup.pages,
         queue_depth=setup.queue_depth,
         deadline_seconds=setup.deadline_seconds,
+        events=setup.events,
         **options,
     )
 

@@ -1,0 +1,203 @@
+"""Faults in what gets which key, when it is found, and what is told of it."""
+
+from __future__ import annotations
+
+from mutate.mutant import Mutant
+
+LAW = "tests/laws/test_law_"
+
+KEYS = [
+    Mutant(
+        "publish early: pending keys are found",
+        "csrc/lookup.cpp",
+        "blocks += arena_.run_length(group, run, r.ns, blocks, sources & kPending);",
+        "blocks += arena_.run_length(group, run, r.ns, blocks, true);",
+        (
+            LAW + "11_publish.py"
+            "::test_law_11_no_key_is_found_before_the_step_that_wrote_it_has_ended",
+        ),
+    ),
+    Mutant(
+        "publish early: keys are visible with commit",
+        "csrc/steps.cpp",
+        "key_page(*r, g, table.page(b), key, (b + 1) * block, Page::kPending);",
+        "key_page(*r, g, table.page(b), key, (b + 1) * block, Page::kVisible);",
+        (
+            LAW + "11_publish.py"
+            "::test_law_11_no_key_is_found_before_the_step_that_wrote_it_has_ended",
+        ),
+    ),
+    Mutant(
+        "load published before its end",
+        "csrc/loads.cpp",
+        "arena_.publish(g, item.page, key, r.ns, item.end, Page::kPending);",
+        "arena_.publish(g, item.page, key, r.ns, item.end, Page::kVisible);",
+        (LAW + "18_fences.py::test_law_18_pages_that_a_load_writes_are_handed_out_after_its_end",),
+    ),
+    Mutant(
+        "orphaned pending key of an aborted request",
+        "csrc/closing.cpp",
+        "            arena_.unpublish(deepest, page);\n",
+        "            continue;\n",
+        (LAW + "11_publish.py::test_law_11_an_end_between_schedule_and_completion_leaves_no_key",),
+    ),
+    Mutant(
+        "state keyed for the wrong token",
+        "csrc/steps.cpp",
+        "const Digest* key = digest_at(r, point.position);",
+        "const Digest* key = digest_at(r, point.position - grid_);",
+        (
+            LAW + "03_soundness.py"
+            "::test_law_03_what_a_hit_covers_was_written_for_exactly_that_prefix",
+        ),
+    ),
+    Mutant(
+        "window off by one",
+        "csrc/group_rules.h",
+        "position / chunk_tokens * chunk_tokens - lead_tokens, 0",
+        "position / chunk_tokens * chunk_tokens - lead_tokens + 1, 0",
+        (
+            LAW
+            + "10_boundaries.py::test_law_10_the_keys_kept_are_those_that_a_lookup_at_a_boundary_reads",
+        ),
+    ),
+    Mutant(
+        "junction dropped",
+        "csrc/lookup.cpp",
+        "out->junction = !full_.empty() && pending.full > pending.hit ? pending.full : 0;",
+        "out->junction = 0;",
+        (
+            LAW
+            + "21_second_sighting.py::test_law_21_an_undeclared_one_hits_on_the_third_at_the_latest",
+        ),
+    ),
+    Mutant(
+        "end of turn not keyed",
+        "csrc/closing.cpp",
+        "if (i == newest) key_state(r, point, g, Page::kVisible);",
+        "if (i == newest && false) key_state(r, point, g, Page::kVisible);",
+        (
+            LAW + "08_next_turn.py"
+            "::test_law_08_the_next_turn_hits_all_that_the_last_one_computed_to_the_grid",
+        ),
+    ),
+    Mutant(
+        "preempted windows not keyed",
+        "csrc/closing.cpp",
+        "if (!loading && last) key_span(",
+        "if (!loading && last < 0) key_span(",
+        (LAW + "09_resume.py::test_law_09_a_resume_hits_at_least_the_last_completed_grid_point",),
+    ),
+    Mutant(
+        "chunk-dependent stop: the last grid point of each grant is kept",
+        "csrc/plan.cpp",
+        "points.push_back({.position = last, .pages = {}, .frozen = true});",
+        "points.push_back({.position = last, .pages = {}, .frozen = true, .wanted = state_set_});",
+        (LAW + "07_chunks.py::test_law_07_the_keys_kept_do_not_depend_on_chunk_sizes",),
+    ),
+    Mutant(
+        "interval counted from the chunk's start",
+        "csrc/plan.cpp",
+        "for (int64_t p = (start / interval + 1) * interval; p <= end; p += interval)",
+        "for (int64_t p = start + interval; p <= end; p += interval)",
+        (LAW + "07_chunks.py::test_law_07_the_keys_kept_do_not_depend_on_chunk_sizes",),
+    ),
+    Mutant(
+        "hit of n instead of n - 1",
+        "csrc/manager.h",
+        "return std::max<int64_t>(r.n_tokens - 1, 0) / grid_ * grid_;",
+        "return r.n_tokens / grid_ * grid_;",
+        (LAW + "04_maximality.py::test_law_04_a_hit_equals_brute_force_over_device_and_tier",),
+    ),
+    Mutant(
+        "draft vetoes a hit",
+        "csrc/manager.cpp",
+        "if (group.full() && group.votes()) full_.push_back(g);",
+        "if (group.full()) full_.push_back(g);",
+        (LAW + "04_maximality.py::test_law_04_a_hit_equals_brute_force_over_device_and_tier",),
+    ),
+    Mutant(
+        "look-ahead left out of a draft's key",
+        "csrc/open.cpp",
+        "digest_at(r, (end + g.lookahead_tokens + unit_ - 1) / unit_ * unit_)",
+        "digest_at(r, (end + unit_ - 1) / unit_ * unit_)",
+        (
+            LAW + "03_soundness.py"
+            "::test_law_03_what_a_hit_covers_was_written_for_exactly_that_prefix",
+        ),
+    ),
+    Mutant(
+        "blocks of one hash unit share a key",
+        "csrc/open.cpp",
+        "    last ^= follow;\n",
+        "",
+        (
+            LAW + "03_soundness.py"
+            "::test_law_03_what_a_hit_covers_was_written_for_exactly_that_prefix",
+        ),
+    ),
+    Mutant(
+        "group ignored in a key",
+        "csrc/manager.cpp",
+        "*page = arena_.find(group, key, ns);",
+        "*page = arena_.find(0, key, ns);",
+        (LAW + "17_separation.py::test_law_17_a_key_of_one_group_is_none_of_another",),
+    ),
+    Mutant(
+        "clearing one namespace clears another",
+        "csrc/arena_keys.cpp",
+        "forget_if([ns](const Page& page) { return page.ns == ns; });",
+        "forget_if([ns](const Page& page) { return page.ns >= ns; });",
+        (LAW + "02_index.py::test_law_02_clearing_one_salt_leaves_the_keys_of_others",),
+    ),
+    Mutant(
+        "a request that ran through clear() leaves keys",
+        "csrc/steps.cpp",
+        "if (r.muted || r.retired || target.key == Page::kVisible) return false;",
+        "if (r.retired || target.key == Page::kVisible) return false;",
+        (
+            LAW + "02_index.py"
+            "::test_law_02_clear_forgets_every_key_and_what_runs_leaves_none_until_it_starts_anew",
+        ),
+    ),
+    Mutant(
+        "event for a block that has no key yet",
+        "csrc/arena_keys.cpp",
+        "        ++pending_;\n        return true;\n    }\n",
+        "        ++pending_;\n    }\n",
+        (
+            LAW + "16_events.py"
+            "::test_law_16_what_an_open_step_writes_is_told_when_the_step_has_ended",
+        ),
+    ),
+    Mutant(
+        "event for a masked block: runs go on over gaps",
+        "csrc/events.cpp",
+        "last.first_end + last.n_keys * rules(last.group).block_tokens == head.first_end;",
+        "last.first_end + last.n_keys * rules(last.group).block_tokens <= head.first_end;",
+        (
+            LAW + "16_events.py"
+            "::test_law_16_events_rebuild_the_keys_through_evictions_moves_and_clears",
+        ),
+    ),
+    Mutant(
+        "no event for what is evicted",
+        "csrc/arena_keys.cpp",
+        "    if (listener_) listener_->removed(group, page.digest, page.ns);\n",
+        "",
+        (
+            LAW + "16_events.py"
+            "::test_law_16_events_rebuild_the_keys_through_evictions_moves_and_clears",
+        ),
+    ),
+    Mutant(
+        "tokens lost to eviction are called new",
+        "csrc/arena_keys.cpp",
+        "    ghosts_.add(group.index.hash(page.digest, page.ns));\n",
+        "",
+        (
+            LAW + "06_resend.py"
+            "::test_law_06_under_eviction_every_token_lost_by_a_resend_is_reported_as_evicted",
+        ),
+    ),
+]

@@ -1,0 +1,183 @@
+"""Faults in who holds which page, what goes first, and who may take the last one."""
+
+from __future__ import annotations
+
+from mutate.mutant import Mutant
+
+LAW = "tests/laws/test_law_"
+PROGRESS = LAW + "12_progress.py::"
+ORDER = LAW + "14_order.py::"
+SMALLEST = PROGRESS + "test_law_12_a_lone_request_completes_in_the_smallest_pool_that_admits_it"
+CROWD = PROGRESS + "test_law_12_what_is_admitted_completes_in_every_geometry"
+FIRST_OUT = (
+    ORDER
+    + "test_law_14_superseded_first_then_tail_before_head_and_what_serves_it_before_the_prefix"
+)
+
+MEMORY = [
+    Mutant(
+        "lost reference: a hit is adopted without one",
+        "csrc/arena.cpp",
+        "    ++page.refs;\n",
+        "    page.refs = 1;\n",
+        (LAW + "01_conservation.py::test_law_01_pages_are_conserved_however_requests_end",),
+        ("MisuseError",),
+    ),
+    Mutant(
+        "lost page: the working state is not given back",
+        "csrc/closing.cpp",
+        "    unkeyed(r.working);\n",
+        "",
+        (LAW + "01_conservation.py::test_law_01_pages_are_conserved_however_requests_end",),
+    ),
+    Mutant(
+        "fresh hit evicted: pages are taken before the hit is held",
+        "csrc/allocate.cpp",
+        "        each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });\n",
+        "        arena_.secure(demand.classes);\n"
+        "        each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });\n",
+        (LAW + "19_fresh_hits.py::test_law_19_what_a_lookup_found_is_what_the_grant_after_it_has",),
+    ),
+    Mutant(
+        "fence skipped",
+        "csrc/closing.cpp",
+        "if (Step* step = open_step(r.last_step)) step->releases.push_back({group, page, list});",
+        "if (Step* step = open_step(0)) step->releases.push_back({group, page, list});",
+        (
+            LAW + "18_fences.py"
+            "::test_law_18_pages_of_open_steps_are_handed_out_after_the_last_of_them",
+        ),
+    ),
+    Mutant(
+        "pages of a load handed out before its end",
+        "csrc/loads.cpp",
+        "            arena_.acquire(g, item.page);\n",
+        "",
+        (LAW + "18_fences.py::test_law_18_pages_that_a_load_writes_are_handed_out_after_its_end",),
+    ),
+    Mutant(
+        "pinned page handed out",
+        "csrc/arena.cpp",
+        "    acquire(group, id);\n    page.pins = page.pins + 1u;\n",
+        "    page.pins = page.pins + 1u;\n",
+        (
+            LAW + "18_fences.py"
+            "::test_law_18_a_pinned_page_stays_where_it_is_until_its_reader_is_done",
+        ),
+    ),
+    Mutant(
+        "head before tail",
+        "csrc/closing.cpp",
+        "const int64_t b = --left[static_cast<size_t>(deepest)];\n"
+        "        const int32_t page = r.tables[static_cast<size_t>(deepest)].page(b);\n",
+        "const auto& whole = r.tables[static_cast<size_t>(deepest)];\n"
+        "        const int64_t b = whole.end() - left[static_cast<size_t>(deepest)]--;\n"
+        "        const int32_t page = whole.page(b);\n",
+        (FIRST_OUT,),
+    ),
+    Mutant(
+        "state outlives the prefix that it needs",
+        "csrc/closing.cpp",
+        "[](const Filed& a, const Filed& b) { return a.position > b.position; });",
+        "[](const Filed& a, const Filed& b) { return a.position < b.position; });",
+        (FIRST_OUT,),
+    ),
+    Mutant(
+        "superseded states wait with the rest",
+        "csrc/closing.cpp",
+        "return old.kept || old.hits > 1 ? Arena::kLru : Arena::kVictims;",
+        "return Arena::kLru;",
+        (FIRST_OUT,),
+    ),
+    Mutant(
+        "kept flag dropped",
+        "csrc/closing.cpp",
+        "return old.kept || old.hits > 1 ? Arena::kLru : Arena::kVictims;",
+        "return old.hits > 1 ? Arena::kLru : Arena::kVictims;",
+        (FIRST_OUT,),
+    ),
+    Mutant(
+        "keyed pages evicted while others are free",
+        "csrc/slabs.cpp",
+        "    if (c.free) return held_now(group, take_from(c, fullest(c)));\n",
+        "    if (c.free && coldest(c) == kNoPage) return held_now(group, take_from(c, fullest(c)));\n",
+        (ORDER + "test_law_14_a_key_is_evicted_only_when_no_page_without_one_is_left",),
+    ),
+    Mutant(
+        "quota dropped",
+        "csrc/guarantee.cpp",
+        "return worst <= most_slabs_ || quota() > most_slabs_;",
+        "return true;",
+        (CROWD,),
+    ),
+    Mutant(
+        "freeze dropped",
+        "csrc/allocate.cpp",
+        "    frozen_ |= oldest;\n",
+        "",
+        (CROWD,),
+    ),
+    Mutant(
+        "oldest that holds pages guaranteed, not the oldest",
+        "csrc/allocate.cpp",
+        "if (slot.request && (!oldest || slot.request->order < oldest->order))",
+        "if (slot.request && slot.request->state != RequestState::kWaiting &&\n"
+        "            (!oldest || slot.request->order < oldest->order))",
+        (CROWD,),
+    ),
+    Mutant(
+        "slabs that a request needs rounded down",
+        "csrc/guarantee.cpp",
+        "c.needed = needs.empty() ? 0 : (needs[i] + c.k - 1) / c.k;",
+        "c.needed = needs.empty() ? 0 : needs[i] / c.k;",
+        (CROWD,),
+    ),
+    Mutant(
+        "admission counts one state",
+        "csrc/group_rules.h",
+        "return 2 + request_pages;",
+        "return 1 + request_pages;",
+        (SMALLEST,),
+    ),
+    Mutant(
+        "double unpin accepted",
+        "csrc/loads.cpp",
+        "if (++times[pages[i]] > pins)",
+        "if (++times[pages[i]] > pins + 1)",
+        (LAW + "15_misuse.py::test_law_15_a_pin_ends_once",),
+        ("crash",),
+    ),
+    Mutant(
+        "two threads in one manager",
+        "csrc/exclusive.h",
+        "if (exclusive.entered.test_and_set(std::memory_order_acquire))",
+        "if (exclusive.entered.test(std::memory_order_acquire) && false)",
+        (LAW + "15_misuse.py::test_law_15_two_threads_at_once_are_refused",),
+        ("crash",),
+    ),
+    Mutant(
+        "move without re-pointing the key",
+        "csrc/reclaim.cpp",
+        "    group_of(static_cast<int32_t>(page.group)).index.move(page, from, to);\n",
+        "",
+        ("tests/laws/test_machine.py::TestManagerMachine",),
+    ),
+    Mutant(
+        "move of a held page",
+        "csrc/reclaim.cpp",
+        "if (candidate.owner != size_class || candidate.held || !candidate.used) continue;",
+        "if (candidate.owner != size_class || !candidate.used) continue;",
+        ("tests/laws/test_machine.py::TestManagerMachine",),
+        ("crash",),
+    ),
+    Mutant(
+        "a grant without space changes something",
+        "csrc/allocate.cpp",
+        "        arena_.rollback();\n        if (adoption) r.tables.clear();\n",
+        "        arena_.commit_mark();\n        if (adoption) r.tables.clear();\n",
+        (
+            LAW + "13_counting.py"
+            "::test_law_13_no_space_is_said_only_where_pages_lack_and_changes_nothing",
+        ),
+    ),
+]
