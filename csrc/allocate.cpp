@@ -139,14 +139,11 @@ Manager::Adoption Manager::adopt(Request& r, bool oldest) const {
 
 // ---- counting -------------------------------------------------------------------------------------------------------
 
-// What a grant up to `end` takes: new pages of each group.
+// What a grant up to `end` takes: new pages of each group. Tokens from `sure` on are guesses.
 Manager::Demand Manager::demand_of(const Request& r, const Adoption* adoption, int64_t start, int64_t end,
-                                   int64_t drafts) const {
-    Demand demand{start,
-                  end,
-                  drafts,
-                  make_plan(r, start, end, drafts),
-                  std::vector<int64_t>(groups_.size(), 0),
+                                   int64_t sure) const {
+    const int64_t drafts = std::max<int64_t>(end - sure, 0);
+    Demand demand{start, end, make_plan(r, start, end, drafts), std::vector<int64_t>(groups_.size(), 0),
                   std::vector<int64_t>(pages_per_slab_.size(), 0)};
     const auto points = static_cast<int64_t>(demand.plan.size());
     const bool in_place = !adoption && !r.working.pages.empty();
@@ -199,20 +196,17 @@ int64_t Manager::slabs_after(const Request& r, const Adoption* adoption, const D
 // The longest grant up to `end` that the request could ever hold, if it were alone; one token where there is none (states
 // of open steps count, and go away).
 Manager::Demand Manager::fitting_demand(const Request& r, const Adoption* adoption, int64_t start, int64_t end,
-                                        int64_t drafts) const {
-    if (const int64_t limit = plan_limit(r, start, end); limit < end) {
-        end = limit;
-        drafts = 0;
-    }
-    Demand demand = demand_of(r, adoption, start, end, drafts);
+                                        int64_t sure) const {
+    end = plan_limit(r, start, end);
+    Demand demand = demand_of(r, adoption, start, end, sure);
     if (slabs_after(r, adoption, demand) <= arena_.slabs()) return demand;
     int64_t good = std::min(start + 1, end), bad = end;
     while (bad - good > 1) {
         const int64_t middle = good + (bad - good) / 2;
-        demand = demand_of(r, adoption, start, middle, 0);
+        demand = demand_of(r, adoption, start, middle, sure);
         (slabs_after(r, adoption, demand) <= arena_.slabs() ? good : bad) = middle;
     }
-    return demand_of(r, adoption, start, good, 0);
+    return demand_of(r, adoption, start, good, sure);
 }
 
 int32_t Manager::check_allocate(const Request& r, int64_t n_tokens, int64_t n_drafts, int64_t start) const {
@@ -239,8 +233,9 @@ int32_t Manager::need(int64_t handle, int64_t n_tokens, int64_t n_drafts, int64_
     if (waiting) adoption = adopt(*r, r == guaranteed());
     const int64_t start = waiting ? adoption.hit : r->committed;
     if (const auto status = check_allocate(*r, n_tokens, n_drafts, start)) return status;
-    const int64_t end = start + (adoption.loads ? 0 : n_tokens + n_drafts);
-    const Demand demand = fitting_demand(*r, waiting ? &adoption : nullptr, start, end, adoption.loads ? 0 : n_drafts);
+    const int64_t sure = start + (adoption.loads ? 0 : n_tokens);
+    const int64_t end = adoption.loads ? sure : sure + n_drafts;
+    const Demand demand = fitting_demand(*r, waiting ? &adoption : nullptr, start, end, sure);
     std::copy(demand.pages.begin(), demand.pages.end(), pages);
     return KVC_OK;
 }
@@ -408,17 +403,16 @@ int32_t Manager::allocate(int64_t handle, int64_t n_tokens, int64_t n_drafts, kv
         r->blockage = KVC_BLOCKED_FROZEN;
         return KVC_NO_SPACE;
     }
-    const int64_t drafts = adoption.loads ? 0 : n_drafts;
-    Demand demand = fitting_demand(*r, adopted, at, at + (adoption.loads ? 0 : n_tokens + n_drafts), drafts);
-    int64_t end = demand.end, guessed = demand.drafts;
+    const int64_t sure = at + (adoption.loads ? 0 : n_tokens);
+    Demand demand = fitting_demand(*r, adopted, at, adoption.loads ? sure : sure + n_drafts, sure);
+    int64_t end = demand.end;
     bool granted = false;
     try {
         granted = try_grant(*r, adopted, std::move(demand));
         // Nothing but the oldest request itself is left: it gets on, if only by one token.
         while (!granted && oldest && end - at > 1 && alone(*r)) {
             end = at + (end - at) / 2;
-            guessed = 0;
-            granted = try_grant(*r, adopted, demand_of(*r, adopted, at, end, 0));
+            granted = try_grant(*r, adopted, demand_of(*r, adopted, at, end, sure));
         }
     } catch (...) {
         if (waiting) r->tables.clear();
@@ -426,7 +420,7 @@ int32_t Manager::allocate(int64_t handle, int64_t n_tokens, int64_t n_drafts, kv
     }
     if (!granted) return no_space(*r);
     if (oldest) frozen_ = false;
-    r->drafts = guessed;
+    r->drafts = std::max<int64_t>(end - sure, 0);
     *out = {waiting ? adoption.hit : 0, at, end, r->load, adoption.loads};
     return KVC_OK;
 }

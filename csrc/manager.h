@@ -112,7 +112,6 @@ class Manager final : private KeyListener {
     struct Demand {  // of a grant
         int64_t start = 0;
         int64_t end = 0;
-        int64_t drafts = 0;
         std::vector<Point> plan;
         std::vector<int64_t> pages;    // new ones, per group
         std::vector<int64_t> classes;  // ... and per class
@@ -121,8 +120,8 @@ class Manager final : private KeyListener {
     bool gather(const Request& r, Adoption* adoption) const;
     Adoption adopt(Request& r, bool guaranteed) const;
     bool keeps_quota(const Adoption& adoption, const Request& r) const;
-    Demand demand_of(const Request& r, const Adoption* adoption, int64_t start, int64_t end, int64_t drafts) const;
-    Demand fitting_demand(const Request& r, const Adoption* adoption, int64_t start, int64_t end, int64_t drafts) const;
+    Demand demand_of(const Request& r, const Adoption* adoption, int64_t start, int64_t end, int64_t sure) const;
+    Demand fitting_demand(const Request& r, const Adoption* adoption, int64_t start, int64_t end, int64_t sure) const;
     int64_t slabs_after(const Request& r, const Adoption* adoption, const Demand& demand) const;
     int32_t check_allocate(const Request& r, int64_t n_tokens, int64_t n_drafts, int64_t start) const;
     bool try_grant(Request& r, const Adoption* adoption, Demand demand);

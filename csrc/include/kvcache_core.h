@@ -88,9 +88,9 @@ typedef struct {
 } kvc_pool_event;
 /* From now on at most so many events wait to be taken; 0, as at first: none are kept. What waited is forgotten. */
 int32_t kvc_pool_journal(kvc_pool* pool, int64_t most);
-/* Events since the last call, in order. Where one found no room, all that waited are gone and a KVC_EVENT_LOST comes
- * first: what follows it is right and complete. *n = how many; with less room than that (cap) nothing is written or
- * forgotten. */
+/* Events since the last call, in order. Where one found no room, it and all that waited are gone and a KVC_EVENT_LOST
+ * comes first: what follows it is right and complete. *n = how many; with less room than that (cap) nothing is written
+ * or forgotten. */
 int32_t kvc_pool_take_events(kvc_pool* pool, kvc_pool_event* events, int64_t cap, int64_t* n);
 int32_t kvc_pool_get_stats(kvc_pool* pool, kvc_pool_stats* out);
 int32_t kvc_pool_check(kvc_pool* pool);

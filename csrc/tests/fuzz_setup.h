@@ -19,6 +19,18 @@ struct Setup {
         complete.pages_per_slab = pages_per_slab.data();
         return kvc_manager_new(&complete, groups.data(), manager);
     }
+
+    void print() const {
+        std::fprintf(stderr, "%lld slabs, unit %d, grid %d, %d open steps, movable %d\n",
+                     static_cast<long long>(config.slabs), config.hash_unit_tokens, config.grid_tokens,
+                     config.max_open_steps, config.movable);
+        for (const kvc_group& group : groups)
+            std::fprintf(stderr, "  kind %d, block %d, chunk %lld, lead %lld, pages %d, look-ahead %d, class %d\n",
+                         group.kind, group.block_tokens, static_cast<long long>(group.chunk_tokens),
+                         static_cast<long long>(group.lead_tokens), group.request_pages, group.lookahead_tokens,
+                         group.size_class);
+        for (const int32_t k : pages_per_slab) std::fprintf(stderr, "  %d pages in a slab\n", k);
+    }
 };
 
 // One group of full attention, a page for each four tokens.

@@ -211,7 +211,7 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             assert events[0][0] == POOL_LOST
             rest = events[1:]
-            assert len(rest) == (len(wanted) - 1) % self.journal
+            assert len(rest) == len(wanted) % (self.journal + 1)
             assert rest == wanted[len(wanted) - len(rest) :]
 
     @invariant()

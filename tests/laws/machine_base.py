@@ -154,7 +154,7 @@ class MachineBase(RuleBasedStateMachine):
                 self.lookup(request, self.tier if use_tier else [])
             if request.state == "loading" or request.last_step == engine.steps[-1][0]:
                 continue
-            self.grant(request, size, drafts=short)
+            self.grant(request, size, drafts=0)
             if request.state == "running" and request.granted > request.committed:
                 least = request.committed + 1
                 if engine.oracle.state:

@@ -193,7 +193,7 @@ KEYS = [
     Mutant(
         "tokens lost to eviction are called new",
         "csrc/arena_keys.cpp",
-        "    ghosts_.add(group.index.hash(page.digest, page.ns));\n",
+        "    ghosts_.add(hash);\n",
         "",
         (
             LAW + "06_resend.py"

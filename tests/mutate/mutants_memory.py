@@ -158,7 +158,7 @@ MEMORY = [
     Mutant(
         "move without re-pointing the key",
         "csrc/reclaim.cpp",
-        "    group_of(static_cast<int32_t>(page.group)).index.move(page, from, to);\n",
+        "    index.move(index.tag(page.digest, page.ns), from, to);\n",
         "",
         ("tests/laws/test_machine.py::TestManagerMachine",),
     ),
