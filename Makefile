@@ -11,7 +11,7 @@ NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 # How many times longer the random tests of `sanitize` and `soak` run.
 SCALE ?= 1
 CONSTRAINED := $(PIP) install -c constraints-dev.txt
-BUILT = --no-build-isolation -C cmake.define.KVCACHE_WERROR=ON -C build-dir=build/editable -e
+BUILT = --no-build-isolation --config-settings cmake.define.KVCACHE_WERROR=ON --config-settings build-dir=build/editable -e
 INSTALL = $(CONSTRAINED) scikit-build-core cmake ninja && $(CONSTRAINED) $(BUILT) '.[engine,dev]'
 REBUILD = $(PIP) install --no-deps $(BUILT) .
 # Make has a default of its own for CXX, CMake takes the first of these.

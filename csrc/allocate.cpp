@@ -1,5 +1,6 @@
 // Grants: which pages the next tokens of a request are written to. Atomic: counted first, taken after.
 #include <algorithm>
+#include <utility>
 
 #include "error.h"
 #include "manager.h"
@@ -139,11 +140,27 @@ Manager::Adoption Manager::adopt(Request& r, bool oldest) const {
 
 // ---- counting -------------------------------------------------------------------------------------------------------
 
+// For the blocks from `start` on. Pages of an uncommitted grant go to other blocks.
+int64_t Manager::new_pages(const Request& r, int32_t group, const Demand& demand, bool first) const {
+    const GroupRules& g = rules(group);
+    const int64_t fresh = g.blocks_upto(demand.start);
+    int64_t wanted = 0;
+    if (!g.transient) wanted = g.blocks_upto(demand.end) - fresh;
+    else for (const BlockRange& range : demand.blocks[static_cast<size_t>(group)]) wanted += range.end - range.first;
+    if (first) return wanted;
+    const Table& table = r.tables[static_cast<size_t>(group)];
+    return std::max<int64_t>(wanted - (g.transient ? table.count(fresh) : table.end() - fresh), 0);
+}
+
 // What a grant up to `end` takes: new pages of each group. Tokens from `sure` on are guesses.
 Manager::Demand Manager::demand_of(const Request& r, const Adoption* adoption, int64_t start, int64_t end,
                                    int64_t sure) const {
     const int64_t drafts = std::max<int64_t>(end - sure, 0);
-    Demand demand{start, end, make_plan(r, start, end, drafts), std::vector<int64_t>(groups_.size(), 0),
+    Demand demand{start,
+                  end,
+                  make_plan(r, start, end, drafts),
+                  {},
+                  std::vector<int64_t>(groups_.size(), 0),
                   std::vector<int64_t>(pages_per_slab_.size(), 0)};
     const auto points = static_cast<int64_t>(demand.plan.size());
     const bool in_place = !adoption && !r.working.pages.empty();
@@ -152,16 +169,20 @@ Manager::Demand Manager::demand_of(const Request& r, const Adoption* adoption, i
     for (int32_t g = 0; g < n_groups_; ++g) {
         const GroupRules& group = rules(g);
         int64_t& count = demand.pages[static_cast<size_t>(g)];
+        if (group.transient) {
+            demand.blocks.resize(groups_.size());
+            demand.blocks[static_cast<size_t>(g)] = paged_blocks(r, g, start, sure, end);
+        }
         if (adoption) {
             const auto& found = adoption->pages[static_cast<size_t>(g)];
             count = std::count_if(found.begin(), found.end(), [](int32_t page) { return page < 0; });
             if (group.state()) count += points;
-            else if (group.blocks()) count += group.blocks_upto(end) - start / group.block_tokens;
+            else if (group.blocks()) count += new_pages(r, g, demand, true);
             else count = group.request_pages;
         } else if (group.state()) {
             count = std::max<int64_t>(points - reusable, 0);
         } else if (group.blocks()) {
-            count = std::max<int64_t>(group.blocks_upto(end) - r.tables[static_cast<size_t>(g)].end(), 0);
+            count = new_pages(r, g, demand, false);
         }
         demand.classes[static_cast<size_t>(group.size_class)] += count;
     }
@@ -178,7 +199,8 @@ int64_t Manager::slabs_after(const Request& r, const Adoption* adoption, const D
             const auto& found = adoption->pages[i];
             held[c] += std::count_if(found.begin(), found.end(), [](int32_t page) { return page >= 0; });
         } else {
-            held[c] += static_cast<int64_t>(r.tables[i].pages.size());
+            const Table& table = r.tables[i];
+            held[c] += rules(g).transient ? table.count(table.first) : static_cast<int64_t>(table.pages.size());
         }
     }
     if (!adoption) {
@@ -284,16 +306,42 @@ void Manager::start(Request& r, const Adoption& adoption, Point state, Load* loa
     else r.computed = r.committed = adoption.hit;
 }
 
-// Tables grow to `end`; the plan's points get their pages.
-void Manager::grant(Request& r, std::vector<Point> plan, int64_t end) {
+// The table ends at token `end`, and from the first range on exactly these blocks have pages. Those of an uncommitted grant
+// that this one replaces go to other blocks, or back.
+void Manager::grant_blocks(Request& r, int32_t group, std::span<const BlockRange> blocks, int64_t end) {
+    Table& table = r.tables[static_cast<size_t>(group)];
+    const int64_t fresh = rules(group).blocks_upto(r.committed);
+    const int64_t past = std::max(rules(group).blocks_upto(end), table.first);
+    while (table.end() < past) table.pages.push_back(kNoPage);
+    int64_t unwanted = fresh;  // no block before this one has a page to spare
+    size_t range = 0;
+    auto spare = [&] {
+        for (; unwanted < table.end(); ++unwanted) {
+            while (range < blocks.size() && blocks[range].end <= unwanted) ++range;
+            const bool wanted = range < blocks.size() && blocks[range].first <= unwanted;
+            if (!wanted && table.page(unwanted) != kNoPage) return std::exchange(table.at(unwanted), kNoPage);
+        }
+        return kNoPage;
+    };
+    for (const BlockRange& wanted : blocks)
+        for (int64_t b = wanted.first; b < wanted.end; ++b) {
+            if (table.page(b) != kNoPage) continue;
+            const int32_t page = spare();
+            table.at(b) = page != kNoPage ? page : take_page(r, group);
+        }
+    for (int32_t page = spare(); page != kNoPage; page = spare()) drop_now(r, group, page);
+    table.pages.resize(static_cast<size_t>(past - table.first));
+}
+
+// Tables grow to the end; the plan's points get their pages.
+void Manager::grant(Request& r, Demand demand) {
     for (int32_t g = 0; g < n_groups_; ++g) {
         if (!rules(g).blocks()) continue;
-        Table& table = r.tables[static_cast<size_t>(g)];
-        const int64_t blocks = rules(g).blocks_upto(end);
-        while (table.end() < blocks) table.pages.push_back(take_page(r, g));
-        for (; table.end() > std::max(blocks, table.first); table.pages.pop_back())  // of a longer, uncommitted grant
-            drop_now(r, g, table.pages.back());
+        const BlockRange all{rules(g).blocks_upto(demand.start), rules(g).blocks_upto(demand.end)};
+        if (rules(g).transient) grant_blocks(r, g, demand.blocks[static_cast<size_t>(g)], demand.end);
+        else grant_blocks(r, g, {&all, 1}, demand.end);
     }
+    std::vector<Point>& plan = demand.plan;
     const std::vector<Point> old = r.plan_open ? std::move(r.plan) : std::vector<Point>{};
     for (size_t s = 0; s < states_.size(); ++s) {
         size_t reused = 0;
@@ -310,7 +358,7 @@ void Manager::grant(Request& r, std::vector<Point> plan, int64_t end) {
     }
     r.plan = std::move(plan);
     r.plan_open = !r.plan.empty();
-    r.granted = end;
+    r.granted = demand.end;
 }
 
 // All memory that the call needs is set aside first, so that running out of it changes nothing. Pages of the hit get their
@@ -329,7 +377,11 @@ bool Manager::try_grant(Request& r, const Adoption* adoption, Demand demand) {
         const auto i = static_cast<size_t>(g);
         const size_t found = adoption ? adoption->pages[i].size() : 0;
         auto& pages = r.tables[i].pages;
-        const size_t wanted = pages.size() + found + static_cast<size_t>(demand.pages[i]);
+        int64_t more = demand.pages[i];
+        if (rules(g).transient)  // blocks without a page have their place too
+            more = rules(g).blocks_upto(demand.end) -
+                   (adoption ? rules(g).blocks_upto(demand.start) : r.tables[i].end());
+        const size_t wanted = pages.size() + found + static_cast<size_t>(std::max<int64_t>(more, 0));
         if (!rules(g).state() && wanted > pages.capacity()) pages.reserve(std::max(wanted, 2 * pages.size()));
         if (rules(g).draft()) r.holes[i].reserve(found);
     }
@@ -383,7 +435,7 @@ bool Manager::try_grant(Request& r, const Adoption* adoption, Demand demand) {
     }
     if (!adoption || !adoption->loads) {
         r.plan_source = std::move(source);
-        grant(r, std::move(demand.plan), demand.end);
+        grant(r, std::move(demand));
     }
     return true;
 }

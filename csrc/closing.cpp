@@ -58,6 +58,7 @@ void Manager::collect_spans(Request& r, bool loading) {
         if (!loading && last) key_span(r, g, last, &r.span_settled[static_cast<size_t>(g)], false, Page::kVisible);
         for (int64_t b = table.end(); b-- > table.first;) {
             const int32_t page = table.page(b);
+            if (page == kNoPage) continue;
             const int64_t end = (b + 1) * block;
             if (!loading && end > last && arena_.page(g, page).key == Page::kPending) arena_.unpublish(g, page);
             filed_.push_back({loading ? r.granted : std::max(last, end), {g, page, Arena::kLru}});

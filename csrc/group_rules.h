@@ -41,7 +41,10 @@ struct GroupRules : kvc_group {
                 return blocks_upto(most);
             case KVC_SPAN: {
                 const int64_t chunk = chunk_tokens > 1 ? chunk_tokens - std::gcd(chunk_tokens, grid) : 0;
-                const int64_t window = (lead_tokens + block_tokens - 1) / block_tokens + (chunk + grid) / block_tokens;
+                const int64_t lead = blocks_upto(lead_tokens);
+                int64_t window = lead + (chunk + grid) / block_tokens;
+                // What the last grid point reads, and what the next token does.
+                if (transient) window = std::min(window, 2 * lead + (chunk + chunk_tokens) / block_tokens);
                 return std::min(blocks_upto(most), window);
             }
             case KVC_STATE:

@@ -101,6 +101,7 @@ class Manager final : private KeyListener {
     int64_t plan_limit(const Request& r, int64_t start, int64_t end) const;
     std::vector<Point> make_points(const Request& r, int64_t start, int64_t end) const;
     std::vector<Point> make_plan(const Request& r, int64_t start, int64_t end, int64_t drafts) const;
+    std::vector<BlockRange> paged_blocks(const Request& r, int32_t group, int64_t start, int64_t sure, int64_t end) const;
     bool is_declared(const Request& r, int64_t position) const;
 
     // allocate.cpp
@@ -113,8 +114,9 @@ class Manager final : private KeyListener {
         int64_t start = 0;
         int64_t end = 0;
         std::vector<Point> plan;
-        std::vector<int64_t> pages;    // new ones, per group
-        std::vector<int64_t> classes;  // ... and per class
+        std::vector<std::vector<BlockRange>> blocks;  // of transient groups: those that have a page, from `start` on
+        std::vector<int64_t> pages;                   // new ones, per group
+        std::vector<int64_t> classes;                 // ... and per class
     };
     Request* guaranteed();
     bool gather(const Request& r, Adoption* adoption) const;
@@ -129,7 +131,9 @@ class Manager final : private KeyListener {
     bool alone(const Request& r) const;
     void start(Request& r, const Adoption& adoption, Point state, Load* load);
     void start_load(Request& r, const Adoption& adoption, Load* load);
-    void grant(Request& r, std::vector<Point> plan, int64_t end);
+    int64_t new_pages(const Request& r, int32_t group, const Demand& demand, bool first) const;
+    void grant_blocks(Request& r, int32_t group, std::span<const BlockRange> blocks, int64_t end);
+    void grant(Request& r, Demand demand);
     int32_t take_page(const Request& r, int32_t group);
     void drop_now(const Request& r, int32_t group, int32_t page);
 
@@ -148,6 +152,7 @@ class Manager final : private KeyListener {
     size_t newest_complete(const Request& r) const;
     void settle(Request& r);
     void give_up_passed(Request& r);
+    void give_up_unread(Request& r, int32_t group, int64_t told);
 
     // closing.cpp
     void release(Request& r, int32_t group, int32_t page, Arena::List list);
@@ -196,6 +201,7 @@ class Manager final : private KeyListener {
     std::vector<int32_t> states_;  // ids of state groups; Point::pages has this order
     GroupSet state_set_ = 0;
     bool sparse_votes_ = false;  // some span or state group votes
+    bool whole_grants_ = false;  // a state or transient group: what a grant covers is committed but for its drafts
     int32_t n_groups_;
     std::vector<int32_t> pages_per_slab_;  // per class
     int64_t unit_;
@@ -241,7 +247,8 @@ template <typename Visit>
 void Manager::each_page(const Request& r, Visit&& visit) const {
     for (int32_t g = 0; g < n_groups_; ++g)
         if (!r.tables.empty())
-            for (const int32_t page : r.tables[static_cast<size_t>(g)].pages) visit(g, page);
+            for (const int32_t page : r.tables[static_cast<size_t>(g)].pages)
+                if (page != kNoPage) visit(g, page);
     auto point = [&](const Point& p) {
         for (size_t s = 0; s < p.pages.size(); ++s) visit(states_[s], p.pages[s]);
     };

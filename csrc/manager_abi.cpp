@@ -32,6 +32,9 @@ int32_t check_group(const kvc_config& config, int32_t g, const kvc_group& group)
     if (group.request_pages < 0 || group.request_pages > kMostSlabPages || group.lookahead_tokens < 0)
         return fail(KVC_E_ARGUMENT, "group %d has %d pages for itself and looks %d tokens ahead", g,
                     group.request_pages, group.lookahead_tokens);
+    if (group.transient != 0 && (group.transient != 1 || group.kind != KVC_SPAN || group.chunk_tokens < 2))
+        return fail(KVC_E_ARGUMENT, "group %d is transient (%d): 0 or 1, and 1 for spans with chunks only", g,
+                    group.transient);
     if (group.kind == KVC_PRIVATE) return KVC_OK;
     if (group.kind == KVC_STATE && (group.block_tokens != config.grid_tokens || group.lookahead_tokens))
         return fail(KVC_E_ARGUMENT, "group %d: the block of a state is the grid, and no draft is a state", g);

@@ -67,9 +67,9 @@ std::vector<Point> Manager::make_points(const Request& r, int64_t start, int64_t
 
 // How far a plan may reach without more snapshots than could ever be held.
 int64_t Manager::plan_limit(const Request& r, int64_t start, int64_t end) const {
-    for (const int32_t g : states_) {
+    for (int32_t g = 0; g < n_groups_; ++g) {
         const int64_t interval = r.intervals[static_cast<size_t>(g)];
-        if (!interval) continue;
+        if (!interval || !(rules(g).state() || rules(g).transient)) continue;
         const int64_t pages = arena_.slabs() * pages_per_slab_[static_cast<size_t>(rules(g).size_class)];
         const int64_t most = std::min(pages, kMostStops);
         if ((end - start) / interval > most) end = (start / interval + most) * interval;
@@ -93,6 +93,32 @@ std::vector<Point> Manager::make_plan(const Request& r, int64_t start, int64_t e
         else plan.push_back({.position = at, .pages = {}});
     }
     return plan;
+}
+
+// Of a transient group: the blocks from token `start` on that a grant gives a page, tokens from `sure` on being guesses.
+// Those that are read at a kept position, at the last grid point whose tokens are known (any grid point beyond may become
+// the last one), and from `sure` on. Ascending and apart.
+std::vector<BlockRange> Manager::paged_blocks(const Request& r, int32_t group, int64_t start, int64_t sure,
+                                              int64_t end) const {
+    const GroupRules& g = rules(group);
+    std::vector<BlockRange> ranges;
+    auto add = [&](int64_t begin, int64_t position) {
+        const int64_t first = std::max(begin / g.block_tokens, ranges.empty() ? g.blocks_upto(start) : ranges.back().end);
+        const int64_t past = g.blocks_upto(position);
+        if (first >= past) return;
+        if (!ranges.empty() && ranges.back().end == first) ranges.back().end = past;
+        else ranges.push_back({first, past});
+    };
+    sure = std::min(sure, end);
+    const int64_t limit = std::min(sure, r.key_limit);
+    const int64_t last = std::min(limit, r.n_tokens) / grid_ * grid_;
+    std::vector<Kept> kept;
+    kept_between(r, start, limit, &kept);
+    for (const Kept& at : kept)
+        if (has(at.groups, group) && at.position < last) add(g.need_begin(at.position), at.position);
+    for (int64_t p = std::max(last, start); p <= limit; p = (p / grid_ + 1) * grid_) add(g.need_begin(p), p);
+    add(g.need_begin(sure), end);
+    return ranges;
 }
 
 int32_t Manager::stops(int64_t handle, int64_t start, int64_t end, int64_t* positions, int64_t cap, int64_t* n) {

@@ -19,6 +19,7 @@ namespace {
 
 using kvc::Arena;
 using kvc::check_array;
+using kvc::Digest;
 using kvc::DigestRun;
 using kvc::fail;
 using kvc::kNoPage;
@@ -123,7 +124,9 @@ int32_t kvc_pool_publish(kvc_pool* pool, uint32_t ns, const uint8_t* digests, co
                 return fail(KVC_E_STATE, "page %d is not held: take it before giving it a key", pages[i]);
             if (a.page(kGroup, pages[i]).key != Page::kNone)
                 return fail(KVC_E_STATE, "page %d has a key already", pages[i]);
-            published[i] = a.publish(kGroup, pages[i], run.at(i), ns, 0, Page::kVisible);
+            const Digest key = run.at(i);
+            published[i] =
+                a.find(kGroup, key, ns) == kNoPage && a.publish(kGroup, pages[i], key, ns, 0, Page::kVisible);
         }
         return KVC_OK;
     });

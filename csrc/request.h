@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "arena.h"
@@ -38,13 +39,26 @@ struct Point {
     bool declared = false;
 };
 
-// Blocks [first, first + pages.size()) of one group. What lies before `first` was given up.
+// Blocks [first, first + pages.size()) of one group. What lies before `first` was given up. Blocks of transient groups may
+// have no page: kNoPage.
 struct Table {
     int64_t first = 0;
     std::vector<int32_t> pages;
 
     int64_t end() const { return first + static_cast<int64_t>(pages.size()); }
     int32_t page(int64_t block) const { return pages[static_cast<size_t>(block - first)]; }
+    int32_t& at(int64_t block) { return pages[static_cast<size_t>(block - first)]; }
+    // Pages of the blocks from `begin` on; O(blocks).
+    int64_t count(int64_t begin) const {
+        const auto from = std::min(pages.begin() + (std::max(begin, first) - first), pages.end());
+        return std::count_if(from, pages.end(), [](int32_t page) { return page != kNoPage; });
+    }
+};
+
+// Blocks [first, end).
+struct BlockRange {
+    int64_t first;
+    int64_t end;
 };
 
 struct Media {

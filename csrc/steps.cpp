@@ -1,5 +1,6 @@
 // Steps: keys become visible when the step that wrote the bytes has ended; pages freed meanwhile wait for it.
 #include <algorithm>
+#include <utility>
 
 #include "error.h"
 #include "manager.h"
@@ -59,8 +60,8 @@ void Manager::key_span(Request& r, int32_t group, int64_t position, int64_t* don
     for (int64_t b = first; b * g.block_tokens < position; ++b) {
         Digest key;
         if (!block_key(r, group, b, &key)) continue;
-        // What lies before `done` has its key, or is a hole.
-        if ((b + 1) * g.block_tokens > *done)
+        // What lies before `done` has its key, or is a hole. Without a page: the policy named the position too late.
+        if ((b + 1) * g.block_tokens > *done && table.page(b) != kNoPage)
             key_page(r, group, table.page(b), key, (b + 1) * g.block_tokens, visibility);
         if (!declared || visibility != Page::kVisible) continue;
         const int32_t owner = arena_.find(group, key, r.ns);
@@ -97,7 +98,8 @@ void Manager::confirm_spans(Request& r) {
         const int64_t block = rules(g).block_tokens;
         Digest key;
         for (int64_t b = table.first; (b + 1) * block <= r.settled(); ++b)
-            if (arena_.page(g, table.page(b)).key == Page::kPending && block_key(r, g, b, &key))
+            if (table.page(b) != kNoPage && arena_.page(g, table.page(b)).key == Page::kPending &&
+                block_key(r, g, b, &key))
                 key_page(r, g, table.page(b), key, (b + 1) * block, Page::kVisible);
     }
 }
@@ -138,17 +140,33 @@ void Manager::give_up_passed(Request& r) {
     for (const int32_t g : spans_) {
         Table& table = r.tables[static_cast<size_t>(g)];
         const int64_t block = rules(g).block_tokens;
+        if (rules(g).transient) give_up_unread(r, g, told);
         const int64_t first = rules(g).need_begin(told) / block;
         const int64_t passed = std::min(first, table.end()) - table.first;
         if (passed <= 0) continue;
         if (told > last) key_span(r, g, last, &r.span_settled[static_cast<size_t>(g)], false, Page::kVisible);
         for (int64_t i = 0; i < passed; ++i) {
             const int32_t page = table.pages[static_cast<size_t>(i)];
+            if (page == kNoPage) continue;
             const bool serves = told > last && (table.first + i + 1) * block > rules(g).need_begin(last);
             release(r, g, page, serves ? Arena::kLru : superseded_list(g, page));
         }
         table.pages.erase(table.pages.begin(), table.pages.begin() + static_cast<std::ptrdiff_t>(passed));
         table.first += passed;
+    }
+}
+
+// Of a transient group: blocks that only tokens read which are computed by now. None of them has a key. What a grid point
+// reads stays while that may become the last one: its tokens may be told later.
+void Manager::give_up_unread(Request& r, int32_t group, int64_t told) {
+    const GroupRules& g = rules(group);
+    Table& table = r.tables[static_cast<size_t>(group)];
+    const int64_t end = std::min(g.need_begin(r.computed) / g.block_tokens, table.end());
+    for (int64_t b = std::max(g.blocks_upto(told), table.first); b < end; ++b) {
+        if (table.page(b) == kNoPage) continue;
+        const int64_t point = (b * g.block_tokens / grid_ + 1) * grid_;
+        if (point <= std::min(r.computed, r.key_limit) && g.need_begin(point) < (b + 1) * g.block_tokens) continue;
+        release(r, group, std::exchange(table.at(b), kNoPage), Arena::kVictims);
     }
 }
 
@@ -170,10 +188,10 @@ int32_t Manager::check_commit(const Request* r, int64_t handle, int64_t upto) co
         return fail(KVC_E_ARGUMENT, "commit up to %lld: the grant of request %lld covers %lld to %lld",
                     static_cast<L>(upto), static_cast<L>(handle), static_cast<L>(r->committed),
                     static_cast<L>(r->granted));
-    if (!states_.empty() && upto < r->granted - r->drafts)
+    if (whole_grants_ && upto < r->granted - r->drafts)
         return fail(KVC_E_ARGUMENT,
-                    "commit up to %lld of a grant to %lld with %lld drafts: a state cannot stop in between, allocate"
-                    " fewer tokens",
+                    "commit up to %lld of a grant to %lld with %lld drafts: states and transient groups cannot stop in"
+                    " between, allocate fewer tokens",
                     static_cast<L>(upto), static_cast<L>(r->granted), static_cast<L>(r->drafts));
     return KVC_OK;
 }
@@ -231,7 +249,7 @@ int32_t Manager::commit(int64_t handle, int64_t upto) {
     if (!states_.empty()) commit_points(*r, std::move(plan), upto, step.id);
     step.entries.push_back({handle, r->run, upto});
     r->committed = upto;
-    r->granted = std::min(r->granted, states_.empty() ? r->granted : upto);
+    if (whole_grants_) r->granted = upto;
     r->drafts = 0;
     return KVC_OK;
 }

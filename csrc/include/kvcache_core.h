@@ -114,6 +114,9 @@ typedef struct {
     int32_t request_pages; /* PRIVATE: pages of a request; STATE: pages for drafts beside the two that it always has */
     int32_t lookahead_tokens; /* above 0: a draft group, whose content at a token depends on so many tokens after it */
     int32_t size_class;       /* groups of one class have pages of one size and share page numbers */
+    int32_t transient; /* SPAN with chunks: 1: a step has the rows that it writes at hand, only later ones read the
+                                 pages. So a grant gives a page to those blocks alone that a kept position, its last grid
+                                 point or its end reads; the others are -1 in kvc_table for good */
 } kvc_group;
 
 typedef struct {
@@ -221,8 +224,8 @@ enum kvc_blockage_reason {
 int32_t kvc_blockage(kvc_manager* manager, int64_t handle, int32_t* reason);
 
 int32_t kvc_begin_step(kvc_manager* manager, int64_t* step);
-/* The newest open step writes the granted tokens up to `upto` (with STATE groups: the granted end, less any of the
- * drafts). Their keys are pending until kvc_end_step. */
+/* The newest open step writes the granted tokens up to `upto` (with STATE or transient groups: the granted end, less
+ * any of the drafts). Their keys are pending until kvc_end_step. */
 int32_t kvc_commit(kvc_manager* manager, int64_t handle, int64_t upto);
 int32_t kvc_end_step(kvc_manager* manager, int64_t step); /* the oldest open step only */
 
@@ -246,8 +249,8 @@ typedef struct {
 int32_t kvc_info(kvc_manager* manager, int64_t handle, kvc_request_info* out);
 /* Digests of the request, n_units * 32 bytes, owned by the manager, valid until the request is extended or closed. */
 int32_t kvc_digests(kvc_manager* manager, int64_t handle, const uint8_t** digests, int64_t* n_units);
-/* Pages of a group with blocks (or of a PRIVATE one) from block `first` on, -1 where a span was given up; *n = blocks
- * there are from `first`; writes at most cap. */
+/* Pages of a group with blocks (or of a PRIVATE one) from block `first` on, -1 where a span was given up or has
+ * no page; *n = blocks there are from `first`; writes at most cap. */
 int32_t kvc_table(kvc_manager* manager, int64_t handle, int32_t group, int64_t first, int32_t* pages, int64_t cap,
                   int64_t* n);
 /* The grant's plan for a state group: start from the state in page `source` (-1: the zero state); the state after

@@ -43,9 +43,7 @@ class EventCalls(TierCalls):
                 block = self.geometry.block_tokens[head.group]
                 ends = head.first_end + block * np.arange(head.n_keys, dtype=np.int64)
                 parent = bytes(head.parent) if head.has_parent else None
-                runs.append(
-                    StoredRun(head.group, head.handle, head.ns, parent, rows, ends, text)
-                )
+                runs.append(StoredRun(head.group, head.handle, head.ns, parent, rows, ends, text))
             elif head.kind == lib.KVC_EVENT_REMOVED:
                 runs.append(RemovedRun(head.group, head.ns, rows))
             else:

@@ -10,8 +10,8 @@ from arena.rules import Group, Instance, Rule, smallest_arena
 from arena.search import Verdict, search
 from laws.cases import SCALE
 
-STATES = 600 if SCALE == 1 else 2000
-"""An instance with more is undecided, which is no failure; two of three have fewer."""
+STATES = 1000 if SCALE == 1 else 4000
+"""An instance with more is undecided, which is no failure; most have fewer."""
 ALL = list(instances())
 SAMPLED = ALL[7::40] if SCALE == 1 else ALL
 
@@ -38,19 +38,17 @@ def schedule(verdict: Verdict) -> str:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("transfers", [0, 1, 2])
 @pytest.mark.parametrize("fence", [0, 2])
-def test_small_arenas_always_finish(transfers: int, fence: int) -> None:
+def test_small_arenas_always_finish(fence: int) -> None:
     """As built; in some also if it took any page that keeps its quota, or restarted at once."""
     outcomes = Counter[str]()
-    those = [i for i in SAMPLED if i.transfers == transfers and i.fence == fence]
-    for n, instance in enumerate(those[:: max(1, transfers)]):
+    for n, instance in enumerate(i for i in SAMPLED if i.fence == fence):
         rules = [Rule(), Rule(whole_slabs=False), Rule(quota="eager")]
         for rule in rules[: 1 + (n % 3 == 0) + (n % 9 == 0)]:
             verdict = search(instance, rule, limit=STATES)
             assert verdict.outcome in {"finishes", "undecided"}, f"{instance}\n{schedule(verdict)}"
             outcomes[verdict.outcome] += 1
-    assert outcomes["finishes"] >= outcomes["undecided"] // 2, outcomes
+    assert outcomes["finishes"] > outcomes["undecided"], outcomes
 
 
 WRONG = {

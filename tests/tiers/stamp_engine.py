@@ -48,6 +48,7 @@ class Request:
     tokens: list[int]
     target: int
     salt: str = ""
+    session: str = ""
     state: str = "waiting"
     hits: list[Hit] = field(default_factory=list)
 
@@ -64,17 +65,23 @@ class Engine:
         faults: Faults | None = None,
         seed: int = 0,
         copy: Callable[..., None] = native_copy,
+        events: bool = False,
         **options: Any,
     ) -> None:
-        self.manager = Manager(GEOMETRY, slabs=slabs, retention=retention or Dense(), movable=True)
+        self.manager = Manager(
+            GEOMETRY, slabs=slabs, retention=retention or Dense(), movable=True, events=events
+        )
         self.arena = np.zeros(slabs * GEOMETRY.slab_bytes, np.uint8)
         self.memory = [self.pages(group) for group in (ATTENTION, STATE)]
-        connector: Any = CpuConnector(GEOMETRY, pages=tier, copy=copy, batch_bytes=1, **options)
+        connector: Any = CpuConnector(
+            GEOMETRY, pages=tier, copy=copy, batch_bytes=1, events=events, **options
+        )
         self.faulty: FaultyWorker | None = None
         if faults is not None:
             connector, self.faulty = with_faults(connector, faults, seed=seed, hold=True)
         self.offload = Offload(self.manager, connector, self.regions())
         self.requests: dict[int, Request] = {}
+        self.sessions = 0
 
     def pages(self, group: int) -> np.ndarray[Any, Any]:
         """`[pages, bytes]`: the arena as a group sees it."""
@@ -97,8 +104,12 @@ class Engine:
     # ---- a request's life ----
     def open(self, tokens: Sequence[int], output: int = 0, salt: str = "") -> int:
         target = len(tokens) + output
-        handle = self.manager.open(np.array(tokens, np.int32), max_tokens=target + 1, salt=salt)
-        self.requests[handle] = Request(list(tokens), target, salt)
+        self.sessions += 1
+        request = Request(list(tokens), target, salt, f"session {self.sessions}")
+        handle = self.manager.open(
+            np.array(tokens, np.int32), max_tokens=target + 1, salt=salt, session=request.session
+        )
+        self.requests[handle] = request
         return handle
 
     def step(self, chunk: int = 8) -> None:
