@@ -19,7 +19,7 @@ COMPILERS := $(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX))
 READY := $(VENV)/.ready
 MODEL := $(VENV)/.model
 
-.PHONY: help demo test sanitize soak mutate lint format wheel clean
+.PHONY: help demo test integration sanitize soak mutate lint format wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -30,6 +30,8 @@ demo: $(READY) $(MODEL)  ## play multi-turn sessions on a small model (options: 
 
 test: lint $(MODEL)  ## lint, types, import floors, all tests (pytest options: ARGS="...")
 	$(BIN)/python -m pytest $(ARGS)
+
+integration: sanitize  ## what takes longer, or needs heavier environments
 
 sanitize: sanitize-address sanitize-thread  ## the core's own tests under ASan, UBSan and TSan (longer: SCALE=10)
 

@@ -9,7 +9,7 @@ check each other:
 - a state that a later one of its request supersedes goes to the victims, unless it is declared (a
   junction is) or served more than one request;
 - at the end pages go back by position, tail first, a state just before the block that ends with it;
-- a page computed again keeps its older twin's key and place; the new one is freed with the request.
+- a page computed again takes the key of its older twin, and what that was marked with; the twin is freed at once.
 """
 
 from __future__ import annotations
@@ -215,14 +215,19 @@ class _Request:
         return on_interval or position in self._policy
 
     def _key_blocks(self, end: int) -> None:
-        lru, blocks = self._cache.lru, self._blocks
-        self._held += [i for i in range(self._computed, end) if blocks[i] not in lru]
+        for i in range(self._computed, end):
+            if self._cache.lru.pop(self._blocks[i], None) is not None:
+                self._cache.give_back(self._sizes.kv_bytes)
+            self._held.append(i)
         self._computed = max(self._computed, end)
 
     def _key_state(self) -> None:
-        """The key goes to the newest state's page, unless a resident one has it."""
+        """The key goes to the newest state's page, away from a resident one."""
         key = ~self._blocks[self._state - 1]
-        self._state_keyed = not self._cache.resident(key)
+        if self._cache.resident(key):
+            self._cache.hold(key)
+            self._cache.give_back(self._sizes.state_bytes)
+        self._state_keyed = True
         if self._policy.get(self._state):
             self._cache.kept.add(key)
 

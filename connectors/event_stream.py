@@ -5,14 +5,16 @@
     stream:   BlockStored(GPU: a b c)    BlockRemoved(GPU: c)    BlockStored(CPU: a b)
 
 A tier knows keys alone. Their tokens, parent, session and adapter are those that the manager told
-when the same keys got their bytes on the device, which is always before a tier has them.
+last when the same keys became findable on the device, which is before a tier has them.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Final, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,20 +33,20 @@ from kvcache.core.hashing import NATIVE_NAMESPACE
 
 T = TypeVar("T")
 
-MAX_REMEMBERED_KEYS: Final = 65_536
-"""Device keys that the tier has not told yet; of older ones only the key itself is told then."""
+MAX_REMEMBERED_BYTES: Final = 64 << 20
+"""About so much memory for what the device told. Of older keys the tier tells the key alone."""
+
+_KEY_BYTES: Final = 300
+_TOKEN_BYTES: Final = 36
+"""What CPython takes for a key in a dict and an int in a tuple."""
 
 
-class _Name(NamedTuple):
-    """A key as both sides call it."""
-
-    group: int | None
-    namespace: bytes | None
-    """None for native keys."""
-    key: BlockHash
+_Name: TypeAlias = tuple[int | None, bytes | None, BlockHash]
+"""A key as both sides call it: group, namespace (None: native), digest."""
 
 
-class _Piece(NamedTuple):
+@dataclass(slots=True)
+class _Piece:
     """Neighbouring blocks `[first, last)` of what the manager told."""
 
     event: BlockStored
@@ -54,8 +56,8 @@ class _Piece(NamedTuple):
     @property
     def parent(self) -> BlockHash | None:
         """The key before the first."""
-        event, first, _ = self
-        return event.block_hashes[first - 1] if first else event.parent_block_hash
+        event = self.event
+        return event.block_hashes[self.first - 1] if self.first else event.parent_block_hash
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -79,8 +81,9 @@ class TierStream:
     def __init__(self, groups: Sequence[GroupLabel], medium: str) -> None:
         self._groups = groups
         self._medium = medium
-        self._told: dict[_Name, tuple[BlockStored, int]] = {}
-        """Event and index in it, by key, oldest first: device keys that the tier may store yet."""
+        self._told: OrderedDict[_Name, tuple[BlockStored, int]] = OrderedDict()
+        """Event and index in it, by key, those told last at the end."""
+        self._told_bytes = 0
 
     def join(self, device: Sequence[Event], tier: Iterable[KeyEvent]) -> list[Event]:
         """Both in order, the tier's after the device's. O(keys).
@@ -88,45 +91,35 @@ class TierStream:
         A loss on either side is told first, once: `AllBlocksCleared` is for all media, and what
         follows a loss is right on both sides.
         """
-        tier = list(tier)
         lost = any(isinstance(event, AllBlocksCleared) for event in device[:1])
         events: list[Event] = list(device[lost:])
-        gone, again = self._remember(events)
-        used: set[_Name] = set()
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._remember(event)
         for report in tier:
             if isinstance(report, KeysLost):
                 lost = True
             elif isinstance(report, KeysRemoved):
                 events.extend(self._removed(report))
             else:
-                events.extend(self._stored(report, used))
-        for name in gone | (used - again):
-            self._told.pop(name, None)
-        while len(self._told) > MAX_REMEMBERED_KEYS:
-            del self._told[next(iter(self._told))]
+                events.extend(self._stored(report))
+        while self._told_bytes > MAX_REMEMBERED_BYTES:
+            self._forget(next(iter(self._told)))
         return [AllBlocksCleared(), *events] if lost else events
 
-    def _remember(self, device: Iterable[Event]) -> tuple[set[_Name], set[_Name]]:
-        """Takes note of what the device stored.
+    def _remember(self, event: BlockStored) -> None:
+        told, group, namespace = self._told, event.group_idx, event.namespace
+        for index, key in enumerate(event.block_hashes):
+            name = group, namespace, key
+            if name in told:
+                if not event.token_ids:  # a load whose request has gone: it knows less
+                    continue
+                self._forget(name)
+            told[name] = event, index
+            self._told_bytes += _bytes(event)
 
-        Returns the names that are gone from the device at the end, and those that were gone in
-        between: the tier may store them a second time.
-        """
-        gone: set[_Name] = set()
-        again: set[_Name] = set()
-        for event in device:
-            if isinstance(event, AllBlocksCleared):
-                continue
-            names = [_Name(event.group_idx, event.namespace, key) for key in event.block_hashes]
-            if isinstance(event, BlockRemoved):
-                gone.update(names)
-                continue
-            for index, name in enumerate(names):
-                if name in gone:
-                    gone.remove(name)
-                    again.add(name)
-                self._told[name] = event, index
-        return gone, again - gone
+    def _forget(self, name: _Name) -> None:
+        self._told_bytes -= _bytes(self._told.pop(name)[0])
 
     def _removed(self, report: KeysRemoved) -> Iterator[BlockRemoved]:
         keys = _digests(report.keys)
@@ -138,22 +131,22 @@ class TierStream:
                 namespace=_outside(report.namespace),
             )
 
-    def _stored(self, report: KeysStored, used: set[_Name]) -> Iterator[BlockStored]:
+    def _stored(self, report: KeysStored) -> Iterator[BlockStored]:
         namespace = _outside(report.namespace)
         pieces: list[_Piece] = []
         for key in _digests(report.keys):
-            name = _Name(report.group, namespace, key)
-            told = self._told.get(name)
+            told = self._told.get((report.group, namespace, key))
             if told is None:
                 yield from self._joined(pieces)
-                yield self._bare(name)
+                yield self._bare(report.group, namespace, key)
                 continue
-            used.add(name)
-            piece = _Piece(told[0], told[1], told[1] + 1)
+            event, index = told
+            if pieces and pieces[-1].event is event and pieces[-1].last == index:
+                pieces[-1].last += 1
+                continue
+            piece = _Piece(event, index, index + 1)
             if pieces and not _continues(pieces[-1], piece):
                 yield from self._joined(pieces)
-            if pieces and pieces[-1].event is piece.event:
-                piece = pieces.pop()._replace(last=piece.last)
             pieces.append(piece)
         yield from self._joined(pieces)
 
@@ -161,37 +154,41 @@ class TierStream:
         """The pieces as one event; empties the list."""
         if not pieces:
             return
-        keys = [key for piece in pieces for key in piece.of(piece.event.block_hashes)]
-        extra_keys = [
-            entry
-            for piece in pieces
-            for entry in piece.of(piece.event.extra_keys or (None,) * piece.last)
-        ]
+        keys = chain.from_iterable(piece.of(piece.event.block_hashes) for piece in pieces)
+        extra_keys = tuple(
+            chain.from_iterable(
+                piece.of(piece.event.extra_keys or (None,) * piece.last) for piece in pieces
+            )
+        )
         yield replace(
             pieces[0].event,
             block_hashes=tuple(keys),
             parent_block_hash=pieces[0].parent,
-            token_ids=tuple(token for piece in pieces for token in piece.tokens),
+            token_ids=tuple(chain.from_iterable(piece.tokens for piece in pieces)),
             medium=self._medium,
-            extra_keys=tuple(extra_keys) if any(extra_keys) else None,
+            extra_keys=extra_keys if any(extra_keys) else None,
         )
         pieces.clear()
 
-    def _bare(self, name: _Name) -> BlockStored:
+    def _bare(self, group: int, namespace: bytes | None, key: bytes) -> BlockStored:
         """A key of which nothing else is known: one event each, as it follows no other."""
-        assert name.group is not None
-        label = self._groups[name.group]
+        label = self._groups[group]
         return BlockStored(
-            block_hashes=(name.key,),
+            block_hashes=(key,),
             parent_block_hash=None,
             token_ids=(),
             block_size=label.block_tokens,
             medium=self._medium,
-            group_idx=name.group,
+            group_idx=group,
             kv_cache_spec_kind=label.kind,
             kv_cache_spec_sliding_window=label.window_tokens,
-            namespace=name.namespace,
+            namespace=namespace,
         )
+
+
+def _bytes(event: BlockStored) -> int:
+    """Of one key."""
+    return _KEY_BYTES + _TOKEN_BYTES * event.block_size * bool(event.token_ids)
 
 
 def _outside(namespace: bytes) -> bytes | None:

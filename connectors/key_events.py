@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.pool import POOL_LOST, POOL_STORED
-
-__all__ = ["KeyEvent", "KeysLost", "KeysRemoved", "KeysStored", "pool_events"]
+__all__ = ["KeyEvent", "KeysLost", "KeysRemoved", "KeysStored"]
 
 
 class KeysStored(NamedTuple):
@@ -38,25 +34,3 @@ class KeysLost(NamedTuple):
 
 
 KeyEvent: TypeAlias = KeysStored | KeysRemoved | KeysLost
-
-
-def pool_events(
-    group: int, events: NDArray[np.void], namespaces: Sequence[bytes]
-) -> Iterator[KeyEvent]:
-    """What a `PagePool` of one group reports, equal neighbours together. O(events), in arrays.
-
-    Args:
-        events: `[n]` of `POOL_EVENT_DTYPE`; `ns` indexes `namespaces`.
-    """
-    if not len(events):
-        return
-    kinds, numbers = events["kind"], events["ns"]
-    changes = np.flatnonzero((np.diff(kinds) != 0) | (numbers[1:] != numbers[:-1])) + 1
-    bounds = [0, *changes.tolist(), len(events)]
-    for first, last in pairwise(bounds):
-        if kinds[first] == POOL_LOST:
-            yield KeysLost()
-            continue
-        kind = KeysStored if kinds[first] == POOL_STORED else KeysRemoved
-        keys = np.ascontiguousarray(events["digest"][first:last])
-        yield kind(group, namespaces[int(numbers[first])], keys)

@@ -27,7 +27,8 @@ from kvcache.connectors.base import (
     TransferResult,
 )
 from kvcache.connectors.in_flight import KeysInFlight
-from kvcache.connectors.key_events import KeyEvent, KeysLost, pool_events
+from kvcache.connectors.key_events import KeyEvent, KeysLost
+from kvcache.connectors.pool_events import pool_events
 from kvcache.core.errors import ConfigError, InvariantError
 from kvcache.core.pool import PagePool
 

@@ -146,7 +146,8 @@ int64_t Manager::new_pages(const Request& r, int32_t group, const Demand& demand
     const int64_t fresh = g.blocks_upto(demand.start);
     int64_t wanted = 0;
     if (!g.transient) wanted = g.blocks_upto(demand.end) - fresh;
-    else for (const BlockRange& range : demand.blocks[static_cast<size_t>(group)]) wanted += range.end - range.first;
+    else
+        for (const BlockRange& range : demand.blocks[static_cast<size_t>(group)]) wanted += range.end - range.first;
     if (first) return wanted;
     const Table& table = r.tables[static_cast<size_t>(group)];
     return std::max<int64_t>(wanted - (g.transient ? table.count(fresh) : table.end() - fresh), 0);
@@ -268,12 +269,6 @@ int32_t Manager::take_page(const Request& r, int32_t group) {
     return r.handle == guaranteed_ ? arena_.take_mine(group) : arena_.take(group);
 }
 
-// A page that no step has touched yet.
-void Manager::drop_now(const Request& r, int32_t group, int32_t page) {
-    if (r.handle == guaranteed_) arena_.mine(group, page, -1);
-    arena_.release(group, page);
-}
-
 // A waiting request takes over its hit; pages of it that must be loaded are taken.
 void Manager::start(Request& r, const Adoption& adoption, Point state, Load* load) {
     for (int32_t g = 0; g < n_groups_; ++g) {
@@ -329,7 +324,7 @@ void Manager::grant_blocks(Request& r, int32_t group, std::span<const BlockRange
             const int32_t page = spare();
             table.at(b) = page != kNoPage ? page : take_page(r, group);
         }
-    for (int32_t page = spare(); page != kNoPage; page = spare()) drop_now(r, group, page);
+    for (int32_t page = spare(); page != kNoPage; page = spare()) unused_.push_back({group, page, Arena::kLru});
     table.pages.resize(static_cast<size_t>(past - table.first));
 }
 
@@ -354,8 +349,13 @@ void Manager::grant(Request& r, Demand demand) {
         }
         // An uncommitted grant's first page is the working state itself where there is one: it stays.
         for (size_t i = reused; i < old.size(); ++i)
-            if (i > 0 || r.working.pages.empty()) drop_now(r, states_[s], old[i].pages[s]);
+            if (i > 0 || r.working.pages.empty()) unused_.push_back({states_[s], old[i].pages[s], Arena::kLru});
     }
+    for (const Release& dropped : unused_) {  // no step has touched them
+        if (r.handle == guaranteed_) arena_.mine(dropped.group, dropped.page, -1);
+        arena_.release(dropped.group, dropped.page);
+    }
+    unused_.clear();
     r.plan = std::move(plan);
     r.plan_open = !r.plan.empty();
     r.granted = demand.end;
@@ -379,12 +379,18 @@ bool Manager::try_grant(Request& r, const Adoption* adoption, Demand demand) {
         auto& pages = r.tables[i].pages;
         int64_t more = demand.pages[i];
         if (rules(g).transient)  // blocks without a page have their place too
-            more = rules(g).blocks_upto(demand.end) -
-                   (adoption ? rules(g).blocks_upto(demand.start) : r.tables[i].end());
+            more =
+                rules(g).blocks_upto(demand.end) - (adoption ? rules(g).blocks_upto(demand.start) : r.tables[i].end());
         const size_t wanted = pages.size() + found + static_cast<size_t>(std::max<int64_t>(more, 0));
         if (!rules(g).state() && wanted > pages.capacity()) pages.reserve(std::max(wanted, 2 * pages.size()));
         if (rules(g).draft()) r.holes[i].reserve(found);
     }
+    size_t unused = r.plan.size() * states_.size();
+    for (int32_t g = 0; g < n_groups_; ++g)
+        if (rules(g).blocks())
+            unused += static_cast<size_t>(
+                std::max<int64_t>(r.tables[static_cast<size_t>(g)].end() - rules(g).blocks_upto(demand.start), 0));
+    unused_.reserve(unused);
     for (Point& point : demand.plan) point.pages.reserve(states_.size());
     Point state{.position = adoption ? adoption->hit : 0, .pages = {}, .frozen = true, .wanted = state_set_};
     state.pages.reserve(states_.size());

@@ -41,13 +41,10 @@ static void make_room(T& items, int64_t wanted, int64_t most) {
 }
 
 void Arena::reserve(std::span<const int64_t> pages_of_class, std::span<const int64_t> keys_of_group) {
-    int64_t pages = 0, slabs = 0, keys = 0, all_pages = 0, lacking = 0;
+    int64_t pages = 0, slabs = 0, keys = 0;
     for (int32_t c = 0; c < classes(); ++c) {
-        const int64_t n = pages_of_class[static_cast<size_t>(c)], k = of(c).k;
-        pages += n;
-        slabs += (n + k - 1) / k;
-        lacking += (std::max<int64_t>(n - of(c).free, 0) + k - 1) / k;
-        all_pages += most_slabs_ * k;
+        pages += pages_of_class[static_cast<size_t>(c)];
+        slabs += slabs_for(of(c), pages_of_class[static_cast<size_t>(c)]);
     }
     const int64_t created = std::min(created_slabs() + slabs, most_slabs_);
     make_room(slabs_, created, most_slabs_);
@@ -57,10 +54,16 @@ void Arena::reserve(std::span<const int64_t> pages_of_class, std::span<const int
         reserve_keys(g, keys_of_group[static_cast<size_t>(g)]);
         keys += keys_of_group[static_cast<size_t>(g)];
     }
-    if (lacking > empty_ + uncreated()) ghosts_.prepare(all_pages);
+    if (2 * created >= most_slabs_) prepare_to_evict();  // nothing is evicted before nearly all slabs are made
     const int64_t turned_out = slabs * most_per_slab_;
     if (movable_) make_room(moves_, static_cast<int64_t>(moves_.size()) + turned_out, INT64_MAX);
     if (listener_) listener_->reserve(keys, pages + turned_out);
+}
+
+void Arena::prepare_to_evict() {
+    int64_t pages = 0;
+    for (const SizeClass& c : classes_) pages += most_slabs_ * c.k;
+    ghosts_.prepare(pages);
 }
 
 void Arena::reserve_keys(int32_t group, int64_t keys) {

@@ -162,6 +162,7 @@ class Arena {
   private:
     static constexpr int16_t kNoClass = -1;
     static constexpr int32_t kNoSlab = -1;
+    static constexpr int64_t kLeftAlone = 2;  // empty slabs, at most: see left_alone()
 
     struct Head {
         int32_t first = kNoPage;
@@ -229,6 +230,7 @@ class Arena {
     static int32_t slab_of(const SizeClass& c, int32_t id) { return c.k == 1 ? id : id / c.k; }
     int32_t classes() const { return static_cast<int32_t>(classes_.size()); }
     int64_t uncreated() const { return most_slabs_ - created_slabs(); }
+    static int64_t slabs_for(const SizeClass& c, int64_t n) { return (n + c.k - 1) / c.k; }
     int32_t mine_in(const Slab& s) const { return s.epoch == epoch_ ? s.mine : 0; }
 
     // arena_keys.cpp
@@ -240,6 +242,7 @@ class Arena {
     void forget_if(Chosen&& chosen);
 
     // arena.cpp: lists and references
+    void prepare_to_evict();
     void append(SizeClass& c, int32_t id, List list);
     void unlink(SizeClass& c, int32_t id);
     static void unchain(SizeClass& c, Page& page);

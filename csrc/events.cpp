@@ -58,6 +58,7 @@ Digest Manager::parent_key(const Request& r, int32_t group, int64_t end) const {
 }
 
 void Manager::stored(int32_t group, int32_t page) {
+    stored_now_ = true;
     if (!events_) return;
     const Page& target = arena_.page(group, page);
     const auto end = static_cast<int64_t>(target.end);

@@ -13,7 +13,7 @@ void Arena::guarantee(std::span<const int64_t> needs) {
     for (size_t i = 0; i < classes_.size(); ++i) {
         SizeClass& c = classes_[i];
         c.pinned = 0;
-        c.needed = needs.empty() ? 0 : (needs[i] + c.k - 1) / c.k;
+        c.needed = needs.empty() ? 0 : slabs_for(c, needs[i]);
     }
 }
 
@@ -38,7 +38,7 @@ bool Arena::any_choice_keeps_quota(std::span<const int64_t> n) const {
     int64_t worst = 0;
     for (size_t i = 0; i < classes_.size(); ++i) {
         const SizeClass& c = classes_[i];
-        const int64_t most = std::min({c.pinned + n[i], c.owned + (n[i] + c.k - 1) / c.k, most_slabs_});
+        const int64_t most = std::min({c.pinned + n[i], c.owned + slabs_for(c, n[i]), most_slabs_});
         worst += std::max({c.pinned, most, c.needed});
     }
     return worst <= most_slabs_ || quota() > most_slabs_;
@@ -51,7 +51,7 @@ int64_t Arena::lacking_slabs(int32_t size_class, int64_t n) const {
     if (c.k > 1)
         for (const Slab& s : slabs_)
             if (s.owner == size_class && mine_in(s) > 0) n -= c.k - s.held;
-    return (std::max<int64_t>(n, 0) + c.k - 1) / c.k;
+    return slabs_for(c, std::max<int64_t>(n, 0));
 }
 
 bool Arena::can_secure_mine(std::span<const int64_t> n) const {
@@ -71,6 +71,7 @@ bool Arena::secure_mine(std::span<const int64_t> n) {
     give_back_unused();
     if (any_choice_keeps_quota(n)) return secure(n);
     if (!can_secure_mine(n)) return false;
+    prepare_to_evict();  // of its own slabs first, even where others are empty
     tight_ = true;
     for (int32_t i = 0; i < classes(); ++i) of(i).wanted = n[static_cast<size_t>(i)];
     reset_own_cursors();

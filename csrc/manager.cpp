@@ -246,12 +246,12 @@ const char* Manager::check_request(const Request& r, std::vector<std::vector<int
         if (table.first != rules(g).need_begin(told) / rules(g).block_tokens)
             return "a span group does not hold what its last grid point needs";
         auto holds = [&](int64_t position) {
-            for (int64_t b = rules(g).need_begin(position) / rules(g).block_tokens; b < rules(g).blocks_upto(position); ++b)
+            for (int64_t b = rules(g).need_begin(position) / rules(g).block_tokens; b < rules(g).blocks_upto(position);
+                 ++b)
                 if (b >= table.first && table.page(b) == kNoPage) return false;
             return true;
         };
-        if (!holds(r.computed) || (told <= r.key_limit && !holds(told)))
-            return "a block that will be read has no page";
+        if (!holds(r.computed) || (told <= r.key_limit && !holds(told))) return "a block that will be read has no page";
     }
     return nullptr;
 }

@@ -101,7 +101,8 @@ class Manager final : private KeyListener {
     int64_t plan_limit(const Request& r, int64_t start, int64_t end) const;
     std::vector<Point> make_points(const Request& r, int64_t start, int64_t end) const;
     std::vector<Point> make_plan(const Request& r, int64_t start, int64_t end, int64_t drafts) const;
-    std::vector<BlockRange> paged_blocks(const Request& r, int32_t group, int64_t start, int64_t sure, int64_t end) const;
+    std::vector<BlockRange> paged_blocks(const Request& r, int32_t group, int64_t start, int64_t sure,
+                                         int64_t end) const;
     bool is_declared(const Request& r, int64_t position) const;
 
     // allocate.cpp
@@ -135,7 +136,6 @@ class Manager final : private KeyListener {
     void grant_blocks(Request& r, int32_t group, std::span<const BlockRange> blocks, int64_t end);
     void grant(Request& r, Demand demand);
     int32_t take_page(const Request& r, int32_t group);
-    void drop_now(const Request& r, int32_t group, int32_t page);
 
     // steps.cpp
     Step* open_step(int64_t id);
@@ -222,8 +222,9 @@ class Manager final : private KeyListener {
     int64_t guaranteed_ = 0;  // handle of the oldest open request, once it was asked for; 0: to be found
     bool frozen_ = false;     // it waits for space: nobody else gets any
 
-    std::vector<Kept> kept_;    // working memory of kept_between
-    std::vector<Filed> filed_;  // ... and of a request's end
+    std::vector<Kept> kept_;       // working memory of kept_between
+    std::vector<Filed> filed_;     // ... and of a request's end
+    std::vector<Release> unused_;  // ... and of a grant that replaces another: pages that go back when all are taken
 
     std::deque<Step> steps_;  // open, oldest first
     int64_t last_step_ = 0;
@@ -236,6 +237,7 @@ class Manager final : private KeyListener {
 
     bool events_;
     const Request* writer_ = nullptr;  // whose keys become visible now
+    bool stored_now_ = false;          // a key became visible that was not so before, on any page
     const Digest* parent_ = nullptr;   // of the key, where that is known without it
     std::vector<kvc_event_run> runs_;
     std::vector<uint8_t> run_keys_;

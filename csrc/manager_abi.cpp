@@ -1,4 +1,6 @@
 // The kvc_* functions of the block manager: addresses and counts checked, one thread at a time, exceptions kept inside.
+#include <bit>
+
 #include "error.h"
 #include "exclusive.h"
 #include "manager.h"
@@ -74,8 +76,13 @@ int32_t check_config(const kvc_config& config, const kvc_group* groups) {
     if (config.slabs < 1 || config.slabs > kvc::kMostPages / most)
         return fail(KVC_E_ARGUMENT, "%lld slabs of up to %d pages: 1 to %d are possible",
                     static_cast<long long>(config.slabs), most, kvc::kMostPages / most);
-    for (int32_t g = 0; g < config.n_groups; ++g)
+    uint64_t used = 0;
+    for (int32_t g = 0; g < config.n_groups; ++g) {
         if (const auto status = check_group(config, g, groups[g])) return status;
+        used |= uint64_t{1} << groups[g].size_class;
+    }
+    if (std::popcount(used) != config.n_classes)
+        return fail(KVC_E_ARGUMENT, "%d size classes, groups use %d of them", config.n_classes, std::popcount(used));
     return KVC_OK;
 }
 

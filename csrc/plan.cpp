@@ -103,7 +103,8 @@ std::vector<BlockRange> Manager::paged_blocks(const Request& r, int32_t group, i
     const GroupRules& g = rules(group);
     std::vector<BlockRange> ranges;
     auto add = [&](int64_t begin, int64_t position) {
-        const int64_t first = std::max(begin / g.block_tokens, ranges.empty() ? g.blocks_upto(start) : ranges.back().end);
+        const int64_t first =
+            std::max(begin / g.block_tokens, ranges.empty() ? g.blocks_upto(start) : ranges.back().end);
         const int64_t past = g.blocks_upto(position);
         if (first >= past) return;
         if (!ranges.empty() && ranges.back().end == first) ranges.back().end = past;

@@ -75,10 +75,9 @@ void Arena::reclaim(int32_t size_class) {
     reset_own_cursors();
 }
 
-// The page keeps its age and its place in the list.
+// The page keeps its age and its place in the list. The heat of the slab that it leaves matters no more.
 void Arena::move_page(int32_t size_class, int32_t from, int32_t to) {
     SizeClass& c = of(size_class);
-    cool(c, from);
     Page& old = page_in(c, from);
     Page& page = page_in(c, to);
     page = old;

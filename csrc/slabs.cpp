@@ -139,7 +139,7 @@ bool Arena::can_secure(std::span<const int64_t> n) const {
     for (int32_t i = 0; i < classes(); ++i) {
         const SizeClass& c = of(i);
         const int64_t wanted = n[static_cast<size_t>(i)];
-        lacking += (std::max<int64_t>(wanted - c.own(), 0) + c.k - 1) / c.k;
+        lacking += slabs_for(c, std::max<int64_t>(wanted - c.own(), 0));
         to_give += can_spare(c, wanted);
     }
     return lacking <= to_give;
@@ -202,7 +202,7 @@ int32_t Arena::coldest_that_spares(uint64_t below) const {
 // Slabs that the class leaves for classes of larger pages as long as it has a page of its own to give up. They soon want
 // them back (a state at every step that starts a request), and to win one back costs up to k moves.
 int64_t Arena::left_alone(const SizeClass& c) const {
-    return c.k == least_per_slab_ || c.cached() == 0 ? 0 : std::min<int64_t>(2, most_slabs_ / 64);
+    return c.k == least_per_slab_ || c.cached() == 0 ? 0 : std::min<int64_t>(kLeftAlone, most_slabs_ / 64);
 }
 
 int32_t Arena::take(int32_t group) {

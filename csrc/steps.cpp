@@ -32,11 +32,12 @@ bool Manager::key_page(const Request& r, int32_t group, int32_t page, const Dige
     if (r.muted || r.retired || target.key == Page::kVisible) return false;
     if (target.key == Page::kPending && visibility == Page::kPending) return false;
     writer_ = &r;
+    stored_now_ = false;
     bool done = true;
     if (target.key == Page::kPending) arena_.confirm(group, page);
     else done = arena_.publish(group, page, key, r.ns, end, visibility);
     writer_ = nullptr;
-    if (done && visibility == Page::kVisible) push_keyed(r.handle, group, page);
+    if (stored_now_) push_keyed(r.handle, group, page);  // not what it took over from an older page
     return done;
 }
 
@@ -222,7 +223,7 @@ int32_t Manager::commit(int64_t handle, int64_t upto) {
     if (const auto status = check_commit(r, handle, upto)) return status;
     Step& step = steps_.back();
     kept_.clear();
-    if (!spans_.empty()) kept_between(*r, r->committed, std::min(upto, r->n_tokens), &kept_);
+    if (!spans_.empty()) kept_between(*r, r->committed, std::min({upto, r->n_tokens, r->key_limit}), &kept_);
     std::vector<Point> plan = r->plan;
     r->points.reserve(r->points.size() + plan.size());
     step.entries.reserve(step.entries.size() + 1);

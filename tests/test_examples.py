@@ -58,3 +58,20 @@ def test_embed_is_short_and_uses_the_public_api_alone(repo_root: Path) -> None:
     }
     assert "._" not in text
     assert "assert " not in text  # what a user meets is an error with a text
+
+
+def test_events_keep_the_index_equal_to_the_manager(repo_root: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, str(repo_root / "examples" / "events.py")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert run.stderr == ""
+    hits = re.findall(r"session \d: (\d+) of 114 tokens", run.stdout)
+    assert hits == ["0", "64", "64"]
+    assert "BlockRemoved" in run.stdout
+    found = re.search(r"the index knows (\d+) keys, the manager holds (\d+)", run.stdout)
+    assert found
+    assert found[1] == found[2] != "0"

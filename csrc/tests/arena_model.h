@@ -67,7 +67,7 @@ class Model {
     std::set<std::tuple<int, uint32_t, int>> ghosts;
     std::vector<Event> events;
     uint64_t clock = 0;
-    int64_t moved = 0, reclaimed = 0;
+    int64_t moved = 0, reclaimed = 0, taken_over = 0;
 
     int classes() const { return static_cast<int>(k.size()); }
     Cell& cell(int group, int id) { return pages[class_of[group]].at(id); }
@@ -126,6 +126,25 @@ class Model {
         Cell& x = cell(group, id);
         lose_key(x);
         if (!x.refs) remove(class_of[group], id);
+    }
+    // A key stays where it is, but with a pending page, or with one that nobody holds if it is visible on both.
+    bool publish(int group, int id, int number, uint32_t ns, int key) {
+        Cell& x = cell(group, id);
+        const int other = find(group, number, ns);
+        if (other != kNone) {
+            const Cell old = cell(group, other);
+            if (key == kvc::Page::kPending || (old.key == kvc::Page::kVisible && old.refs)) return false;
+            if (old.key == kvc::Page::kVisible) {
+                x.key = old.key, x.number = number, x.ns = ns, x.end = old.end, x.kept = old.kept, x.hits = old.hits;
+                remove(class_of[group], other);
+                ++taken_over;
+                return true;
+            }
+            unpublish(group, other);
+        }
+        x.key = key, x.number = number, x.ns = ns, x.end = number, x.kept = false, x.hits = 0;
+        if (key == kvc::Page::kVisible) events.push_back({true, group, id, 0});
+        return true;
     }
     void lose_key(Cell& x) {
         if (x.key == kvc::Page::kVisible) events.push_back({false, x.group, x.number, x.ns});

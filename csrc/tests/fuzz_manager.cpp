@@ -91,7 +91,13 @@ int32_t ManagerFuzz::a_group() {
 }
 
 bool ManagerFuzz::ask(int64_t handle, kvc_request_info* info) {
-    return call("kvc_info", [&] { return kvc_info(manager_, handle, info); }) == KVC_OK;
+    const bool known = call("kvc_info", [&] { return kvc_info(manager_, handle, info); }) == KVC_OK;
+    if (where_.trace && known)
+        std::fprintf(stderr, "    request %lld has %lld tokens: %lld computed, %lld committed, %lld granted\n",
+                     static_cast<long long>(handle), static_cast<long long>(info->n_tokens),
+                     static_cast<long long>(info->computed), static_cast<long long>(info->committed),
+                     static_cast<long long>(info->granted));
+    return known;
 }
 
 // ---- operations -----------------------------------------------------------------------------------------------------
@@ -178,6 +184,10 @@ void ManagerFuzz::retain() {
         intervals.push_back(spite() ? random_.hostile() : random_.below(4) * grid);
     const auto n = spite() ? -1 - random_.below(INT64_MAX) : static_cast<int64_t>(positions.size());
     const int64_t handle = a_handle();
+    for (size_t i = 0; where_.trace && i < positions.size(); ++i)
+        std::fprintf(stderr, "    keeps %lld, declared %d\n", static_cast<long long>(positions[i]), kept[i]);
+    for (size_t g = 0; where_.trace && g < intervals.size(); ++g)
+        std::fprintf(stderr, "    interval %lld\n", static_cast<long long>(intervals[g]));
     call("kvc_retain",
          [&] { return kvc_retain(manager_, handle, intervals.data(), positions.data(), kept.data(), n); });
 }

@@ -66,6 +66,7 @@ inline kvc_group make_group(Random& random, int32_t unit, int32_t grid) {
             group.block_tokens = random.chance(50) ? unit * divisor(grid / unit) : divisor(unit);
             group.chunk_tokens = random.chance(50) ? 1 : group.block_tokens * random.between(1, 6);
             group.lead_tokens = random.below(20);
+            group.transient = group.chunk_tokens > 1 && random.chance(50);
             break;
         case KVC_STATE:
             group.block_tokens = grid;
@@ -105,7 +106,7 @@ inline Setup make_hostile_setup(Random& random) {
     Setup setup = make_setup(random);
     setup.valid = false;
     kvc_group& group = setup.groups[static_cast<size_t>(random.below(setup.config.n_groups))];
-    switch (random.below(14)) {
+    switch (random.below(15)) {
         case 0:
             setup.config.n_groups = random.one_of({0, -1, INT32_MIN, INT32_MAX, 65});
             break;

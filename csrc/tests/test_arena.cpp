@@ -1,45 +1,19 @@
 // Random calls to the arena and to a naive model beside it. test_arena [operations in all] [seed]; 1 at the first difference.
-#include <cstring>
 #include <random>
 
-#include "arena_model.h"
+#include "arena_follower.h"
 
 namespace {
 
 using kvc::Arena;
-using kvc::Digest;
 using kvc::Page;
 using model::Counts;
+using model::digest_of;
 using model::fail;
 using model::kNone;
+using model::kNumbers;
+using model::kPerUnit;
 using model::Model;
-
-constexpr int kNumbers = 400;  // keys: few, so that the same one comes again
-constexpr int kPerUnit = 4;
-
-// Key number = unit * 4 + (blocks that follow in the unit), which is XORed into the end of the unit's digest.
-Digest digest_of(int number) {
-    Digest digest{};
-    const int unit = number / kPerUnit;
-    std::memcpy(digest.bytes, &unit, sizeof unit);
-    digest.bytes[28] = static_cast<uint8_t>(0xf0 ^ (number % kPerUnit));
-    return digest;
-}
-
-int number_of(const Digest& digest) {
-    int unit;
-    std::memcpy(&unit, digest.bytes, sizeof unit);
-    return unit * kPerUnit + (digest.bytes[28] ^ 0xf0);
-}
-
-struct Recorder : kvc::KeyListener {
-    std::vector<model::Event> events;
-    void stored(int32_t group, int32_t page) override { add({true, group, page, 0}); }
-    void removed(int32_t group, const Digest& digest, uint32_t ns) override {
-        add({false, group, number_of(digest), ns});
-    }
-    void add(model::Event event) { events.push_back(event); }
-};
 
 struct Mix {
     int slabs;
@@ -55,60 +29,23 @@ struct Held {
     int group, page;
 };
 
-class Run {
+class Run : public model::Follower {
   public:
     Run(const Mix& mix, bool movable, uint64_t seed)
-        : random_(seed),
-          model_(mix.slabs, mix.k, mix.class_of_group, movable),
-          arena_(mix.slabs, {mix.k.begin(), mix.k.end()}, {mix.class_of_group.begin(), mix.class_of_group.end()},
-                 movable, seed, &recorder_),
-          needs_(mix.k.size()) {}
+        : Follower(mix.slabs, mix.k, mix.class_of_group, movable, seed), random_(seed), needs_(mix.k.size()) {}
 
     void operate() {
-        switch (below(20)) {
-            case 0:
-            case 1:
-            case 2:
-                take(false);
-                break;
-            case 3:
-            case 4:
-                take(true);
-                break;
-            case 5:
-            case 6:
-            case 7:
-                publish();
-                break;
-            case 8:
-                confirm_or_unpublish();
-                break;
-            case 9:
-            case 10:
-                acquire();
-                break;
-            case 11:
-                adopt_many();
-                break;
-            case 12:
-            case 13:
-            case 14:
-            case 15:
-                release();
-                break;
-            case 16:
-                touch_or_keep();
-                break;
-            case 17:
-                look_up();
-                break;
-            case 18:
-                if (!below(8)) guarantee();
-                break;
-            case 19:
-                if (!below(8)) rare();
-                break;
-        }
+        const int dice = below(20);
+        if (dice < 3) take(false);
+        else if (dice < 5) take(true);
+        else if (dice < 8) publish();
+        else if (dice < 9) confirm_or_unpublish();
+        else if (dice < 11) acquire();
+        else if (dice < 12) adopt_many();
+        else if (dice < 16) release();
+        else if (dice < 17) touch_or_keep();
+        else if (dice < 18) look_up();
+        else if (!below(8)) dice < 19 ? guarantee() : rare();
         compare_counts();
         if (!below(8)) compare_pages();
     }
@@ -117,10 +54,11 @@ class Run {
     void report() const {
         if (forgotten_ * 20 > remembered_) fail("%d evicted keys were forgotten, %d not", forgotten_, remembered_);
         std::fprintf(stderr,
-                     "  %lld evictions, %lld reclaims, %lld moves, %d secured of %d, %d of them tight, %d alone, %d "
+                     "  %lld evictions, %lld reclaims, %lld moves, %d secured of %d, %d of them tight, %d alone, %lld "
                      "keys taken over\n",
                      static_cast<long long>(arena_.evictions()), static_cast<long long>(arena_.reclaimed_slabs()),
-                     static_cast<long long>(arena_.moved_pages()), secured_, asked_, tight_, alone_, taken_over_);
+                     static_cast<long long>(arena_.moved_pages()), secured_, asked_, tight_, alone_,
+                     static_cast<long long>(model_.taken_over));
     }
 
   private:
@@ -129,12 +67,6 @@ class Run {
     Held* any(std::vector<Held>& of) {
         return of.empty() ? nullptr : &of[static_cast<size_t>(below(static_cast<int>(of.size())))];
     }
-    model::Moves new_moves() {
-        const model::Moves moves(arena_.moves().begin(), arena_.moves().end());
-        arena_.forget_moves();
-        return moves;
-    }
-
     // ---- taking
     Counts wanted_counts() {
         Counts n(model_.k.size());
@@ -154,29 +86,6 @@ class Run {
             }
         std::shuffle(groups.begin(), groups.end(), random_);
         return groups;
-    }
-    // As documented for secure_mine().
-    bool free_choice(const Counts& n) const {
-        int64_t worst = 0;
-        for (int c = 0; c < model_.classes(); ++c) {
-            const int64_t more = (n[c] + model_.k[c] - 1) / model_.k[c], pinned = model_.pinned(c);
-            const int64_t most = std::min({pinned + n[c], model_.owned(c) + more, int64_t{model_.T}});
-            worst += std::max({pinned, most, model_.needed[c]});
-        }
-        return worst <= model_.T || model_.quota() > model_.T;
-    }
-    bool can_secure_tight(const Counts& n) const {
-        int64_t lacking = 0, whole = model_.empty(), slabs = 0;
-        for (int c = 0; c < model_.classes(); ++c) {
-            int64_t own = 0, more = 0;
-            for (int s = 0; s < std::ssize(model_.owner); ++s)
-                if (model_.owner[s] == c && model_.own_slab(c, s)) own += model_.k[c] - model_.held(c, s);
-            for (; own < n[c]; own += model_.k[c]) ++more;
-            lacking += more;
-            whole += model_.idle(c);
-            slabs += std::max(model_.pinned(c) + more, model_.needed[c]);
-        }
-        return lacking <= whole && slabs <= model_.T;
     }
     void take(bool for_mine) { take(for_mine, wanted_counts()); }
     bool take(bool for_mine, const Counts& n) {
@@ -205,74 +114,6 @@ class Run {
         if (for_mine && keep && model_.quota() > model_.T) fail("the guaranteed request broke its quota");
         return true;
     }
-    void follow_secure(const Counts& n) {
-        model::Moves moves = new_moves();
-        int64_t given = 0;
-        Counts lacks(n.size());
-        for (int c = 0; c < model_.classes(); ++c)
-            for (; model_.available(c) + lacks[c] * model_.k[c] < n[c]; ++lacks[c], ++given)
-                if (model_.empty() == given)
-                    model_.reclaim(model_.coldest_class([&](int h) { return model_.spare(h, n[h]) > 0; }), moves);
-        if (!moves.empty()) fail("secure moved more than it had to");
-        for (int s = 0; s < arena_.created_slabs(); ++s)
-            if (const int c = owner_of(s); c != kNone && (s >= std::ssize(model_.owner) || model_.owner[s] == kNone)) {
-                model_.own_new(c, s);
-                if (--lacks[c] < 0) fail("class %d got a slab too many", c);
-            }
-        if (std::any_of(lacks.begin(), lacks.end(), [](int64_t n) { return n != 0; }))
-            fail("a class got too few slabs");
-    }
-    int owner_of(int s) const {
-        for (int g = 0; g < std::ssize(model_.class_of); ++g)
-            if (arena_.contains(g, int64_t{s} * model_.k[model_.class_of[g]])) return model_.class_of[g];
-        return kNone;
-    }
-    void follow_take(int group, int id, const Counts& left) {
-        const int c = model_.class_of[group], s = id / model_.k[c];
-        model::Moves moves = new_moves();
-        if (const int full = model_.fullest(c, kNone); full >= 0) {
-            if (!model_.is_free(c, id) || model_.used(c, s) != full) fail("page %d is not of a fullest slab", id);
-        } else if (model_.empty() > model_.left_alone(c)) {
-            model_.own_new(c, s);
-        } else {
-            const int victim = model_.coldest(c);
-            const int other = model_.coldest_class([&](int h) {
-                return model_.spare(h, left[h]) > 0 &&
-                       (victim == kNone || model_.rank_of(h) < model_.pages[c].at(victim).rank());
-            });
-            if (other != kNone) {
-                model_.reclaim(other, moves);
-                model_.own_new(c, s);
-            } else {
-                if (id != victim) fail("page %d was evicted, not %d", id, victim);
-                model_.evict(c, id);
-            }
-        }
-        if (!moves.empty()) fail("take moved more than it had to");
-    }
-    void follow_tight(int group, int id) {
-        const int c = model_.class_of[group], k = model_.k[c], s = id / k;
-        model::Moves moves = new_moves();
-        bool own_free = false;
-        for (int i = 0; i < std::ssize(model_.owner); ++i)
-            own_free |= model_.owner[i] == c && model_.own_slab(c, i) && model_.used(c, i) < k;
-        int victim = kNone;
-        for (const auto& [page, x] : model_.pages[c])
-            if (x.list && model_.own_slab(c, page / k) &&
-                (victim == kNone || x.rank() < model_.pages[c].at(victim).rank()))
-                victim = page;
-        if (own_free) {
-            if (!model_.own_slab(c, s)) fail("page %d is not of an own slab", id);
-        } else if (victim != kNone) {
-            if (id != victim) fail("page %d was evicted, not %d of an own slab", id, victim);
-            model_.evict(c, id);
-        } else {
-            if (!model_.empty()) model_.reclaim(model_.coldest_class([&](int h) { return model_.idle(h) > 0; }), moves);
-            model_.own_new(c, s);
-        }
-        if (!moves.empty()) fail("take_mine moved more than it had to");
-    }
-
     // ---- keys
     void publish() {
         for (int n = below(16); n > 0; --n)
@@ -284,28 +125,11 @@ class Run {
         const int number = below(kNumbers), key = below(3) ? Page::kVisible : Page::kPending;
         const auto ns = static_cast<uint32_t>(below(3)) * 1000003u;
         arena_.reserve_keys(g, 1);
-        const int other = model_.find(g, number, ns);
-        bool expected = true, taken_over = false;
-        if (other != kNone) {
-            const model::Cell& x = model_.cell(g, other);
-            taken_over = key == Page::kVisible && x.key == Page::kVisible && !x.refs;
-            expected = taken_over || (key == Page::kVisible && x.key == Page::kPending);
-            if (expected && !taken_over) model_.unpublish(g, other);
-        }
+        const int64_t taken_over = model_.taken_over;
+        const bool expected = model_.publish(g, id, number, ns, key);
         if (arena_.publish(g, id, digest_of(number), ns, number, static_cast<Page::Key>(key)) != expected)
             fail("publish of key %d on page %d is not %d", number, id, expected);
-        if (!expected) return;
-        model::Cell& x = model_.cell(g, id);
-        if (taken_over) {
-            const model::Cell old = model_.cell(g, other);
-            x.key = old.key, x.number = old.number, x.ns = old.ns, x.end = old.end, x.kept = old.kept,
-            x.hits = old.hits;
-            model_.remove(model_.class_of[g], other);
-            ++taken_over_;
-            return;
-        }
-        x.key = key, x.number = number, x.ns = ns, x.end = number, x.kept = false, x.hits = 0;
-        if (key == Page::kVisible) model_.events.push_back({true, g, id, 0});
+        if (model_.taken_over != taken_over && arena_.version() == version_) fail("a key changed its page unnoticed");
     }
     void confirm_or_unpublish() {
         const auto [g, id] = any_keyed();
@@ -444,18 +268,18 @@ class Run {
         if (!take(true, n)) fail("the guaranteed request is alone and cannot have what it needs");
     }
     void rare() {
-        switch (below(16)) {
-            case 0:
-                forget(below(2) ? kNone : below(3) * 1000003);
-                break;
-            case 1:
-                arena_.guarantee({}), model_.mine.clear(), model_.needed.assign(needs_.size(), 0),
-                    needs_.assign(needs_.size(), 0), held_.insert(held_.end(), mine_.begin(), mine_.end()),
-                    mine_.clear();
-                break;
-            default:
-                alone();
-        }
+        const int dice = below(16);
+        if (dice == 0) forget(below(2) ? kNone : below(3) * 1000003);
+        else if (dice == 1) guarantee_nobody();
+        else alone();
+    }
+    void guarantee_nobody() {
+        arena_.guarantee({});
+        model_.mine.clear();
+        model_.needed.assign(needs_.size(), 0);
+        needs_.assign(needs_.size(), 0);
+        held_.insert(held_.end(), mine_.begin(), mine_.end());
+        mine_.clear();
     }
     void forget(int ns) {
         ns == kNone ? arena_.forget_all() : arena_.forget(static_cast<uint32_t>(ns));
@@ -467,101 +291,17 @@ class Run {
         }
     }
 
-    // ---- comparing
+    // ---- looking up
     void look_up() {
-        const int g = any_group(), per_unit = 1 << below(3), units = 1 + below(8),
-                  first = below(kNumbers / kPerUnit - 8);
+        const int per_unit = 1 << below(3), units = 1 + below(8), first = below(kNumbers / kPerUnit - 8);
         const auto ns = static_cast<uint32_t>(below(3)) * 1000003u;
-        const int64_t stride = below(2) ? 32 : 45;
-        std::vector<uint8_t> digests(static_cast<size_t>(units * stride));
-        for (int u = 0; u < units; ++u)
-            std::memcpy(&digests[static_cast<size_t>(u * stride)], digest_of((first + u) * kPerUnit).bytes, 32);
-        const kvc::DigestRun run{digests.data(), stride, int64_t{units} * per_unit, per_unit};
-        const bool allow_pending = below(2);
-        const int begin = below(units * per_unit);
-        int length = 0;
-        std::vector<uint8_t> present(static_cast<size_t>(units * per_unit));
-        arena_.present(g, run, ns, present.data());
-        bool running = true;
-        for (int i = 0; i < units * per_unit; ++i) {
-            const int number = (first + i / per_unit) * kPerUnit + per_unit - 1 - i % per_unit;
-            const int id = model_.find(g, number, ns);
-            if (arena_.find(g, run.at(i), ns) != id) fail("key %d is not on page %d", number, id);
-            const int key = id == kNone ? Page::kNone : model_.cell(g, id).key;
-            if (present[static_cast<size_t>(i)] != (key == Page::kVisible)) fail("present is wrong for key %d", number);
-            if (i < begin) continue;
-            running &= key == Page::kVisible || (key == Page::kPending && allow_pending);
-            length += running;
-            const bool evicted = arena_.was_evicted(g, run.at(i), ns);
-            if (evicted && !model_.ghosts.contains({g, ns, number})) fail("key %d was never evicted", number);
-            remembered_ += evicted;
-            forgotten_ += !evicted && model_.ghosts.contains({g, ns, number});
-        }
-        if (arena_.run_length(g, run, ns, begin, allow_pending) != length) fail("run_length is not %d", length);
-    }
-    void compare_counts() {
-        if (recorder_.events != model_.events) fail("the events differ");
-        if (!model_.events.empty() && arena_.version() == version_) fail("a key changed, the version did not");
-        version_ = arena_.version();
-        recorder_.events.clear();
-        model_.events.clear();
-        for (int c = 0; c < model_.classes(); ++c) {
-            const int64_t cached = model_.cached(c), used = std::ssize(model_.pages[c]), owned = model_.owned(c);
-            if (arena_.owned_slabs(c) != owned || arena_.cached_pages(c) != cached ||
-                arena_.held_pages(c) != used - cached || arena_.free_pages(c) != owned * model_.k[c] - used ||
-                arena_.pinned_slabs(c) != model_.pinned(c))
-                fail("the counts of class %d differ", c);
-        }
-        if (arena_.quota() != model_.quota() || arena_.moved_pages() != model_.moved ||
-            arena_.reclaimed_slabs() != model_.reclaimed || arena_.created_slabs() != std::ssize(model_.owner) ||
-            arena_.empty_slabs() + arena_.slabs() - arena_.created_slabs() != model_.empty())
-            fail("the counts of slabs differ");
-    }
-    void compare_pages() {
-        if (const char* broken = arena_.check()) fail("check: %s", broken);
-        Counts keys(model_.class_of.size()), held(model_.class_of.size());
-        std::map<uint32_t, int64_t> of_namespace{{0, 0}, {1000003, 0}, {2000006, 0}, {7, 0}};
-        int64_t pending = 0;
-        for (int g = 0; g < std::ssize(model_.class_of); ++g) {
-            const int c = model_.class_of[g];
-            for (int id = 0; id < std::ssize(model_.owner) * model_.k[c]; ++id) {
-                if (arena_.contains(g, id) != (model_.owner[id / model_.k[c]] == c))
-                    fail("slab of page %d has another owner", id);
-                if (!arena_.contains(g, id)) continue;
-                const auto found = model_.pages[c].find(id);
-                compare_page(id, arena_.page(g, id), found == model_.pages[c].end() ? model::Cell{} : found->second);
-            }
-            for (const auto& [id, x] : model_.pages[c])
-                if (x.group == g)
-                    keys[g] += x.key > 0, held[g] += x.refs > 0, pending += x.key == Page::kPending,
-                        of_namespace[x.ns] += x.key > 0;
-            if (arena_.keyed(g) != keys[g] || arena_.held_of(g) != held[g] ||
-                arena_.evictions(g) != model_.evicted_of[g])
-                fail("the counts of group %d differ", g);
-        }
-        if (arena_.pending() != pending) fail("pending is not %lld", static_cast<long long>(pending));
-        for (const auto& [ns, n] : of_namespace)
-            if (arena_.keyed_in(ns) != n) fail("namespace %u has not %lld keys", ns, static_cast<long long>(n));
-    }
-    static void compare_page(int id, const Page& page, const model::Cell& x) {
-        bool same = page.refs == x.refs && page.pins == static_cast<uint64_t>(x.pins) &&
-                    page.key == static_cast<uint64_t>(x.key) && page.list == static_cast<uint64_t>(x.list);
-        if (x.key)
-            same &= number_of(page.digest) == x.number && page.ns == x.ns &&
-                    page.group == static_cast<uint64_t>(x.group) && page.hits == static_cast<uint64_t>(x.hits) &&
-                    page.kept == x.kept && page.end == static_cast<uint64_t>(x.end);
-        if (x.list) same &= page.age == x.age;
-        if (!same) fail("page %d differs from the model", id);
+        compare_run(any_group(), ns, first, units, per_unit, below(units * per_unit), below(2));
     }
 
     std::mt19937_64 random_;
-    Recorder recorder_;
-    Model model_;
-    Arena arena_;
     Counts needs_;
     std::vector<Held> held_, mine_, pinned_;
-    uint64_t version_ = 0;
-    int asked_ = 0, secured_ = 0, tight_ = 0, alone_ = 0, taken_over_ = 0, remembered_ = 0, forgotten_ = 0;
+    int asked_ = 0, secured_ = 0, tight_ = 0, alone_ = 0;
 };
 
 }  // namespace

@@ -133,7 +133,7 @@ class Geometry:
         """Most pages of each group that one request of `tokens` tokens must hold at one time.
 
         Full: every block. Span: what the last grid point behind the request needs, and a grid unit
-        of new blocks. State: the newest snapshot, the working state, and the speculative ones.
+        of new blocks; transient ones: what that point and the next token need. State: the newest snapshot, the working state, and the speculative ones.
         A grant that passes more at once takes more pages, and ends sooner where there are none.
         """
         return tuple(_pages_needed(r, tokens, self.grid_tokens) for r in self.rules)
@@ -155,7 +155,11 @@ def _pages_needed(rules: GroupRules, tokens: int, grid_tokens: int) -> int:
     # Held: from need_begin(G) on, G the last grid point. G lies up to chunk - gcd(chunk, grid)
     # tokens behind the start of its chunk; the request may be a grid unit beyond G.
     behind = rules.chunk_tokens - math.gcd(rules.chunk_tokens, grid_tokens)
-    return min(every, -(-rules.lead_tokens // block) + (behind + grid_tokens) // block)
+    lead = -(-rules.lead_tokens // block)
+    held = lead + (behind + grid_tokens) // block
+    if rules.transient:  # what G needs, and what the next token does
+        held = min(held, 2 * lead + (behind + rules.chunk_tokens) // block)
+    return min(every, held)
 
 
 def _check_groups(groups: tuple[GroupSpec, ...]) -> None:
@@ -206,6 +210,11 @@ def _check_group(group: GroupSpec) -> None:
         raise ConfigError(
             f"group {name!r} has chunks of {rules.chunk_tokens} tokens and blocks of"
             f" {rules.block_tokens}: block_tokens must divide the chunk"
+        )
+    if rules.transient and (rules.kind != "span" or rules.chunk_tokens == 1):
+        raise ConfigError(
+            f"group {name!r} is transient: that is for spans with chunks, whose finished chunks are"
+            " not read"
         )
     if not 1 <= group.page_bytes <= MAX_PAGE_BYTES:
         raise ConfigError(

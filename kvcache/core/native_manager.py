@@ -48,6 +48,7 @@ class NativeManager:
             groups[g].lead_tokens = rules.lead_tokens
             groups[g].request_pages = rules.request_pages
             groups[g].lookahead_tokens = rules.lookahead_tokens
+            groups[g].transient = rules.transient
             groups[g].size_class = geometry.class_of_group[g]
         counts = ffi.new("int32_t[]", list(geometry.pages_per_slab))
         unlimited = int(lib.kvc_unlimited()) // max(geometry.pages_per_slab)

@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core import arrays
-from kvcache.core.native_manager import NativeManager
+from kvcache.core.read_calls import ReadCalls
 from kvcache.core.records import KEYED_DTYPE, MOVE_DTYPE
 
 
-class TierCalls(NativeManager):
+class TierCalls(ReadCalls):
     """Everything that moves bytes: what to copy where, and what may be read meanwhile."""
 
     def load_items(self, load: int) -> NDArray[np.void]:

@@ -68,7 +68,7 @@ def test_a_junction_is_written_and_kept() -> None:
     assert cache.serve([0, 1, 4, 5], 17, 0) == 0
     assert ~1 in cache.kept
     assert keys(cache)[0] == []
-    assert keys(cache)[1] == [~3, 3, 2, 1, 0, ~5, 5, 4, ~1]
+    assert keys(cache)[1] == [~3, 3, 2, ~5, 5, 4, ~1, 1, 0]
     assert cache.serve([0, 1, 6], 13, 0) == 8
 
 

@@ -133,27 +133,28 @@ def test_groups_and_namespaces_do_not_mix(stream: TierStream) -> None:
 def test_what_the_device_evicted_meanwhile_is_still_described(stream: TierStream) -> None:
     told = stream.join([on_device([0]), gone(0)], [stored(0)])
     assert told == [on_device([0]), gone(0), on_device([0], medium="CPU")]
-    assert stream.join([], [removed(0), stored(0)]) == [gone(0, medium="CPU"), bare(0)]
 
 
-def test_a_key_computed_and_stored_a_second_time_is_described_again(stream: TierStream) -> None:
-    stream.join([on_device([0]), gone(0), on_device([0])], [stored(0), removed(0)])
+def test_a_key_stored_a_second_time_is_described_again(stream: TierStream) -> None:
+    stream.join([on_device([0])], [stored(0), removed(0)])
     assert stream.join([], [stored(0)]) == [on_device([0], medium="CPU")]
 
 
-def test_nothing_is_remembered_of_keys_that_were_told_or_are_gone(stream: TierStream) -> None:
-    stream.join([on_device([0, 1, 2])], [stored(0)])
-    stream.join([gone(1)], [])
-    assert len(stream._told) == 1
+def test_what_the_device_told_last_is_told_of_the_tier(stream: TierStream) -> None:
+    stream.join([on_device([0]), gone(0), on_device([0], session_id="t")], [])
+    stream.join([on_device([0], session_id=None, token_ids=())], [])  # which knows less
+    assert stream.join([], [stored(0)]) == [on_device([0], session_id="t", medium="CPU")]
 
 
-def test_what_is_remembered_is_bounded_oldest_first(
+def test_what_is_remembered_is_bounded_those_told_first_go_first(
     stream: TierStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_stream, "MAX_REMEMBERED_KEYS", 2)
+    monkeypatch.setattr(event_stream, "MAX_REMEMBERED_BYTES", 1000)
     stream.join([on_device([0, 1, 2])], [])
     assert len(stream._told) == 2
-    assert stream.join([], [stored(0, 1)]) == [bare(0), on_device([1], medium="CPU")]
+    stream.join([on_device([1])], [])
+    stream.join([on_device([3])], [])
+    assert stream.join([], [stored(1, 2)]) == [on_device([1], medium="CPU"), bare(2)]
 
 
 @pytest.mark.parametrize("device", [[], [AllBlocksCleared()]])

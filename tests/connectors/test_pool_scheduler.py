@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tiers.pieces import cpu, one_group
 
-from kvcache.connectors import in_flight
+from kvcache.connectors import in_flight, pool_scheduler
 from kvcache.connectors.base import (
     KEYED_DTYPE,
     Direction,
@@ -21,8 +21,9 @@ from kvcache.connectors.base import (
     TransferResult,
 )
 from kvcache.connectors.cpu import CpuConnector
+from kvcache.connectors.key_events import KeysLost, KeysRemoved, KeysStored
 from kvcache.connectors.pool_scheduler import MAX_ERROR_KINDS, PoolScheduler
-from kvcache.connectors.testing import Key, RandomRun, chain, rig
+from kvcache.connectors.testing import Key, RandomRun, Setup, chain, digest, rig
 from kvcache.core.errors import ConfigError, InvariantError
 from kvcache.core.hashing import NATIVE_NAMESPACE
 
@@ -243,3 +244,44 @@ def test_a_random_run_is_the_same_for_the_same_seed() -> None:
         return replace(stats, store_seconds=0.0, load_seconds=0.0), run.random.random()
 
     assert play() == play()
+
+
+# ---- events --------------------------------------------------------------------------------------
+
+
+def test_neighbours_of_one_kind_and_namespace_are_one_event() -> None:
+    with rig(cpu, Setup(events=True)) as r:
+        a, b = b"\x01" * 32, b"\x02" * 32
+        r.store(chain("k", 3, 0, a))
+        r.store(chain("l", 2, 0, a))
+        r.store(chain("k", 2, 0, b))
+        r.store(chain("k", 2, 1, b))
+        r.store(chain("m", 4, 0, b))
+        told = r.scheduler.take_events()
+        assert [(type(e), e.group, e.namespace, len(e.keys)) for e in told] == [
+            (KeysStored, 0, a, 5),
+            (KeysStored, 0, b, 2),
+            (KeysRemoved, 0, a, 3),
+            (KeysStored, 0, b, 4),
+            (KeysStored, 1, b, 2),
+        ]
+        assert [bytes(key) for key in told[0].keys[:3]] == [digest(k) for k in chain("k", 3)]
+
+
+def test_a_loss_in_one_group_comes_first_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_scheduler, "MAX_WAITING_EVENTS", 3)
+    with rig(cpu, Setup(events=True)) as r:
+        r.store(chain("a", 2, 0))
+        for name in "ab":
+            r.store(chain(name, 4, 1))
+        told = r.scheduler.take_events()
+        assert isinstance(told[0], KeysLost)
+        assert [(type(e), *e[:1]) for e in told[1:]] == [(KeysStored, 0), (KeysStored, 1)]
+        assert r.scheduler.take_events() == []
+
+
+def test_a_tier_that_is_not_asked_for_events_keeps_none() -> None:
+    with rig(cpu) as r:
+        r.store(chain("a", 3))
+        assert not r.scheduler.reports_events
+        assert r.scheduler.take_events() == []

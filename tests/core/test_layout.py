@@ -124,6 +124,39 @@ def test_the_need_of_a_span_is_what_a_decoding_request_holds(rules: GroupRules, 
     assert most == geometry.pages_needed(longest)[0]
 
 
+def blocks_read(rules: GroupRules, position: int) -> set[int]:
+    begin, block = rules.need_begin(position), rules.block_tokens
+    return set(range(begin // block, -(-position // block))) if begin < position else set()
+
+
+@pytest.mark.parametrize("grid", [4, 8, 12])
+@pytest.mark.parametrize("rules", [r for r in SPANS if r.chunk_tokens > 1], ids=str)
+def test_the_need_of_a_transient_span_is_bounded_by_what_two_positions_read(
+    rules: GroupRules, grid: int
+) -> None:
+    transient = rules._replace(transient=True)
+    geometry = Geometry((AnySpec(transient), full("a", grid)))
+    for longest in (1, 5, 3 * grid, 100):
+        most = 0
+        for computed in range(longest):
+            held = blocks_read(rules, computed // grid * grid) | blocks_read(rules, computed)
+            fresh = -(-computed // rules.block_tokens)
+            new = {b for b in blocks_read(rules, computed + 1) if b >= fresh}
+            most = max(most, len(held | new))
+        assert most <= geometry.pages_needed(longest)[0]
+    if rules.lead_tokens >= rules.block_tokens and grid % rules.chunk_tokens == 0:
+        assert most == geometry.pages_needed(longest)[0]
+
+
+def test_only_spans_with_chunks_are_transient() -> None:
+    for rules in (
+        GroupRules("full", block_tokens=4, transient=True),
+        GroupRules("span", block_tokens=4, lead_tokens=7, transient=True),
+    ):
+        with pytest.raises(ConfigError, match="spans with chunks"):
+            Geometry((AnySpec(rules),))
+
+
 def test_the_need_of_the_other_kinds() -> None:
     cross = CrossAttention(
         name="cross", layers=1, kv_heads=1, head_dim=8, max_encoder_tokens=9, block_tokens=4
@@ -142,7 +175,7 @@ def test_chunked_and_pooled_groups_are_bounded_by_their_chunk() -> None:
     compressed = Compressed(name="k", layers=1, ratio=4, entry_bytes=8, block_tokens=16)
     geometry = Geometry((chunked, light, compressed))
     assert geometry.grid_tokens == 16
-    assert geometry.pages_needed(1000) == ((32 - 16 + 16) // 8, 1 + 16 // 4, 63)
+    assert geometry.pages_needed(1000) == ((32 - 16 + 16) // 8, 3, 63)
 
 
 def test_slabs_needed_rounds_up_for_each_size_class() -> None:

@@ -88,7 +88,8 @@ def test_rules_are_what_the_kinds_need() -> None:
     assert make(SlidingWindow).rules == GroupRules("span", block_tokens=4, lead_tokens=4)
     assert make(LatentWindow).rules == GroupRules("span", block_tokens=4, lead_tokens=4)
     assert make(ChunkedLocal).rules == GroupRules("span", block_tokens=4, chunk_tokens=8)
-    assert make(PoolingState).rules == GroupRules("span", block_tokens=2, chunk_tokens=4)
+    pooling = GroupRules("span", block_tokens=2, chunk_tokens=4, transient=True)
+    assert make(PoolingState).rules == pooling
     assert make(PoolingState, overlap=True).rules.lead_tokens == 4
     assert make(RecurrentState).rules == GroupRules("state")
     assert make(RecurrentState, speculative_tokens=3).rules.request_pages == 3

@@ -70,7 +70,10 @@ class Content:
 
     def _put(self, work: Work, group: int, table: list[int], end: int) -> None:
         block = self.oracle.blocks[group]
-        page = work.page(group, table[(end - 1) // block])
+        number = table[(end - 1) // block]
+        if number < 0:
+            return  # of a transient group: nobody will read it
+        page = work.page(group, number)
         slots = self.pages[page]
         if len(slots) != block:
             slots = self.pages[page] = [GARBAGE] * block

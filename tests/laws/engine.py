@@ -131,6 +131,7 @@ class Engine(EngineState):
             kept = request.snapshots[g]
             for position in [p for p in kept if p > end]:
                 del kept[position]
+        if self.oracle.whole_grants:
             request.granted = end
         self.give_up(request, before)
 
@@ -169,8 +170,19 @@ class Engine(EngineState):
             newest = max((p for p in kept if p <= request.computed), default=0)
             for position in [p for p in kept if p < newest]:
                 del kept[position]
+        self._pass_last_key(request)
         self.read_tables(request)
         self.give_up(request, before)
+
+    def _pass_last_key(self, request: Request) -> None:
+        """Foreign: the last grid point with a key is complete when its spans are given up."""
+        told = self.oracle.floor(min(request.computed, len(request.tokens)))
+        point = self.point(request)
+        for g in self.oracle.tabled if told > point and not request.muted else ():
+            first = self.oracle.first_block(g, told)
+            if any(number >= 0 for number in request.tables.get(g, [])[:first]):
+                found = (request.writes(self.oracle, g, e) for e in self.oracle.needs(g, point))
+                self.ever[g].update(k for k in found if k)
 
     # ---- closing
 
@@ -214,7 +226,7 @@ class Engine(EngineState):
         """It holds nothing any more; what it held under an open step stays until that ends."""
         before = set(request.pages())
         request.computed = request.committed = request.granted = request.began = 0
-        request.tables, request.private, request.plans = {}, {}, {}
+        request.tables, request.private, request.plans, request.paged = {}, {}, {}, {}
         request.snapshots, request.holes = {}, {}
         request.wrote_private = request.muted = False
         request.state, request.hit = "waiting", None

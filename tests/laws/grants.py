@@ -12,7 +12,7 @@ from typing import NamedTuple
 from laws.counting import count, seen
 from laws.engine import Engine
 from laws.oracle import Key
-from laws.records import Load, Page, Request
+from laws.records import Load, Page, Request, ceil_div
 
 from kvcache.core.records import Grant
 
@@ -33,8 +33,9 @@ class Before(NamedTuple):
     owned: list[int]
     planned: set[tuple[int, int]]
     """States of a grant that was not committed: this one replaces it."""
-    tables: dict[int, int]
-    """Length of each table."""
+    tables: dict[int, list[int]]
+    unwritten: set[Page]
+    """Of a grant that was not committed: this one gives them to any group."""
 
 
 def allocate(engine: Engine, request: Request, tokens: int, drafts: int = 0) -> Grant | None:
@@ -84,7 +85,13 @@ def _before(engine: Engine, request: Request, tokens: int, drafts: int) -> Befor
         engine.in_use(),
         engine.owned(),
         set(request.planned()) if uncommitted else set(),
-        {g: len(table) for g, table in request.tables.items()},
+        {g: list(table) for g, table in request.tables.items()},
+        {
+            request.page(g, number)
+            for g, table in request.tables.items()
+            for number in table[ceil_div(request.committed, engine.oracle.blocks[g]) :]
+            if number >= 0
+        },
     )
 
 
@@ -154,14 +161,16 @@ def _check_end(engine: Engine, request: Request, grant: Grant, start: int, token
 
 def _take_pages(engine: Engine, request: Request, before: Before) -> Taken:
     """Reads tables and plans of a new grant; returns the pages that are new in it."""
+    engine.grant_pages(request)
     taken = _fresh_pages(engine, request, before, []) if before.first else []
     engine.read_tables(request)
     start = request.committed
     for g, table in request.tables.items():
         block = engine.oracle.blocks[g]
         assert len(table) == -(-request.granted // block)
-        old = start // block if before.first else before.tables[g]
-        taken += [(g, page) for page in table[old:]]
+        fresh = ceil_div(start, block)  # what an uncommitted grant had is used again
+        old = {-1} if before.first else {-1, *before.tables[g][fresh:]}
+        taken += [(g, page) for page in table[fresh:] if page not in old]
     return taken + _state_pages(engine, request, before)
 
 
@@ -186,19 +195,22 @@ def _state_pages(engine: Engine, request: Request, before: Before) -> Taken:
     start, end = request.committed, request.granted
     if not engine.oracle.state:
         return []
-    stops = engine.manager.stops(request.handle, start, end)
-    assert stops == engine.stops(request, start, end)
+    sure = max(start, end - request.drafts)
+    stops: list[int] = []
+    for part in ((start, sure), (sure, end)):  # all guesses may be wrong
+        found = engine.manager.stops(request.handle, *part)
+        assert found == engine.stops(request, *part)
+        stops += found
     taken: Taken = []
     for g in engine.oracle.state:
         plan = request.plans[g] = engine.manager.state_plan(request.handle, g)
-        guesses = range(end - request.drafts, end + 1) if end > start else ()
-        assert plan.positions.tolist() == sorted({*stops, *guesses} - {start})
+        assert plan.positions.tolist() == sorted({*stops, *range(sure, end + 1)} - {start})
         assert (plan.source < 0) == (start == 0)
         pages = plan.pages.tolist()
         assert len(set(pages)) == len(pages), "two states of one grant share a page"
         taken += [(g, p) for p in pages if p != plan.source and (g, p) not in before.planned]
         kept = request.snapshots.setdefault(g, {})
-        if start and not kept:
+        if before.first and start:
             kept[start] = plan.source
         for position in [p for p in kept if p > start]:
             del kept[position]
@@ -247,7 +259,9 @@ def _check_taken(engine: Engine, before: Before, taken: Taken, *, shortened: boo
     pages = [engine.group_page(group, number) for group, number in taken]
     assert len(set(pages)) == len(pages), f"a page was handed out twice: {taken}"
     for page in pages:
-        assert page not in before.in_use, f"page {page} was handed out while in use"
+        assert page not in before.in_use - before.unwritten, (
+            f"page {page} was handed out while in use"
+        )
         engine.content.scribble(page)
 
 

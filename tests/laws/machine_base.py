@@ -123,8 +123,10 @@ class MachineBase(RuleBasedStateMachine):
         sooner = engine.walk(request, resident, tier, engine.pending())
         assert walk.hit <= hit.pending_tokens <= later.hit
         junctions = {engine.oracle.junction(w) for w in (sooner, later)}
-        if engine.any_twins():  # of two writers of one key only the first one's is pending
-            junctions |= {0, walk.full, sooner.full, later.full}
+        if any(pending) and (engine.any_twins() or not engine.unlimited):
+            # A key is not pending where another page had it, or was to have it, at the commit.
+            reach = {w.full for w in (walk, sooner, later)}
+            junctions |= {0, *(at for at in reach if at > walk.hit)}
         assert hit.junction in junctions
         n = len(request.tokens)
         assert hit.hit_tokens + sum(hit.lost.values()) == n
@@ -160,7 +162,7 @@ class MachineBase(RuleBasedStateMachine):
             self.grant(request, size, drafts=short)
             if request.state == "running" and request.granted > request.committed:
                 least = request.committed + 1
-                if engine.oracle.state:
+                if engine.oracle.whole_grants:
                     least = request.granted - request.drafts
                 engine.commit(request, max(least, request.granted - pick % 4))
 

@@ -58,6 +58,10 @@ class Oracle:
         """Groups that key only what a policy names and the end of a turn, drafts too."""
         self.tabled = [g for g in self.groups if rules[g].kind in ("full", "span")]
         """Groups with a block table that grows, drafts too."""
+        self.transient = [g for g in self.groups if rules[g].transient]
+        """Those of them that give pages only to what later steps read."""
+        self.whole_grants = bool(self.state or self.transient)
+        """What a grant covers is committed, but for its drafts."""
 
     @classmethod
     def of(cls, geometry: Geometry) -> Oracle:
@@ -99,6 +103,13 @@ class Oracle:
         if rule.kind == "private" or self.begin(group, at) == at:
             return []
         return list(range((self.first_block(group, at) + 1) * block, at + 1, block))
+
+    def blocks_read(self, group: int, at: int) -> set[int]:
+        """Blocks of a span that are read by what follows any position `at`."""
+        first = self.first_block(group, at)
+        return (
+            set(range(first, -(-at // self.blocks[group]))) if self.begin(group, at) < at else set()
+        )
 
     # ---- keys
 
@@ -207,4 +218,8 @@ class Oracle:
             return whole
         chunk = rule.chunk_tokens
         inside = (chunk - math.gcd(chunk, self.grid)) // block if chunk > 1 else 0
-        return min(whole, -(-rule.lead_tokens // block) + inside + self.grid // block)
+        lead = -(-rule.lead_tokens // block)
+        most = lead + inside + self.grid // block
+        if rule.transient:
+            most = min(most, 2 * lead + inside + chunk // block)
+        return min(whole, most)

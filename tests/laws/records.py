@@ -46,7 +46,9 @@ class Request:
     """Tokens known at the last lookup."""
     present: list[set[Key]] = field(default_factory=list)
     tables: dict[int, list[int]] = field(default_factory=dict)
-    """Pages of full and span groups; -1: given up."""
+    """Pages of full and span groups; -1: given up, or not stored."""
+    paged: dict[int, set[int]] = field(default_factory=dict)
+    """Transient groups: the blocks that have a page."""
     private: dict[int, list[int]] = field(default_factory=dict)
     plans: dict[int, StatePlan] = field(default_factory=dict)
     snapshots: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class Work:
         for group, table in self.tables.items():
             block = self.blocks[group]
             numbers = table[self.start // block : ceil_div(self.end, block)]
-            yield from (self.page(group, number) for number in numbers)
+            yield from (self.page(group, number) for number in numbers if number >= 0)
         for group, table in self.private.items():
             yield from (self.page(group, number) for number in table)
         for group, plan in self.plans.items():

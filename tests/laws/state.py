@@ -9,7 +9,7 @@ from laws.audit import Audit
 from laws.content import Content, Digests
 from laws.counting import seen
 from laws.oracle import Key, Oracle, Walk
-from laws.records import Load, Page, Request, Work
+from laws.records import Load, Page, Request, Work, ceil_div
 from laws.space import Arena
 
 from kvcache.core.layout import Geometry
@@ -188,19 +188,46 @@ class EngineState:
                 pages = {self.group_page(g, number) for number in numbers}
                 self.touched.setdefault(request.last_step, set()).update(pages)
 
+    def _paged(self, request: Request, group: int, at: int) -> set[int]:
+        """What a transient group holds at `at`: nothing between its last grid point's and its own."""
+        oracle, point = self.oracle, self.oracle.floor(at)
+        hit = oracle.blocks_read(group, request.began)
+        unread = range(point // oracle.blocks[group], oracle.first_block(group, at))
+        request.paged[group] = request.paged.get(group, hit) - set(unread)
+        return request.paged[group]
+
+    def grant_pages(self, request: Request) -> None:
+        """Which blocks of the transient groups have a page under the new grant."""
+        oracle, start = self.oracle, request.committed
+        sure = request.granted - request.drafts
+        last = oracle.floor(min(sure, len(request.tokens), request.key_limit))
+        for g in oracle.transient:
+            fresh = ceil_div(start, oracle.blocks[g])
+            points = {*self.kept(request, g, start, min(sure, request.key_limit)), last}
+            read = [oracle.blocks_read(g, p) for p in points if p > start or p == last]
+            tail = range(oracle.first_block(g, sure), ceil_div(request.granted, oracle.blocks[g]))
+            wanted = {b for b in {*tail}.union(*read) if b >= fresh}
+            hit = oracle.blocks_read(g, request.began)
+            held = {b for b in request.paged.get(g, hit) if b < fresh}
+            request.paged[g] = held | wanted
+
     def read_tables(self, request: Request) -> None:
         """Tables as they are now: they grow at grants, and lose their heads at ends of steps."""
         for g in self.oracle.tabled:
             table = self.manager.block_table(request.handle, g).tolist()
             at = max(request.computed, request.began)
             first = self.oracle.first_block(g, self.oracle.floor(at))
-            gone = [i for i, number in enumerate(table) if number < 0]
-            assert gone == list(range(min(first, len(table)))), (
-                f"group {g} at {request.computed} holds {table}: expected from block {first} on"
+            expected = set(range(first, len(table)))
+            if g in self.oracle.transient:
+                expected &= self._paged(request, g, at)
+            assert {i for i, number in enumerate(table) if number >= 0} == expected, (
+                f"group {g} at {request.computed} holds {table}: expected {sorted(expected)}"
             )
             old = request.tables.get(g, [])
             used = min(len(old), -(-request.committed // self.oracle.blocks[g]))
-            assert table[first:used] == old[first:used], "a table changed under a running request"
+            assert all(table[i] == old[i] for i in expected if i < used), (
+                "a table changed under a running request"
+            )
             request.tables[g] = table
         for g in self.oracle.private:
             table = self.manager.block_table(request.handle, g).tolist()

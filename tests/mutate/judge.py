@@ -65,24 +65,27 @@ def judge(shop: Workshop, mutant: Mutant, seconds: float) -> Verdict:
     def verdict(word: str, why: str) -> Verdict:
         return Verdict(mutant.name, word, why, time.monotonic() - started)
 
-    mutant.apply(shop.root)
     try:
-        if mutant.file.startswith("csrc/"):
-            shop.build()
-        why = ""
-        for test in mutant.tests:
-            failure = failure_of(shop, test, seconds)
-            if failure is None:
-                return verdict("survived", f"{test} passed")
-            said = f"{failure.names[0]}: {failure.text}".strip()
-            if not {*NOTICED, *mutant.errors} & {*failure.names}:
-                return verdict("odd", f"{test}: {said}")
-            why = why or said
-        return verdict("killed", why)
+        with mutant.applied(shop.root):
+            return verdict(*_tried(shop, mutant, seconds))
     except BuildError as error:
         return verdict("unbuilt", str(error))
-    finally:
-        mutant.revert(shop.root, shop.original)
+
+
+def _tried(shop: Workshop, mutant: Mutant, seconds: float) -> tuple[str, str]:
+    """Verdict and reason, with the fault in place."""
+    if mutant.file.startswith("csrc/"):
+        shop.build()
+    why = ""
+    for test in mutant.tests:
+        failure = failure_of(shop, test, seconds)
+        if failure is None:
+            return "survived", f"{test} passed"
+        said = f"{failure.names[0]}: {failure.text}".strip()
+        if not {*NOTICED, *mutant.errors} & {*failure.names}:
+            return "odd", f"{test}: {said}"
+        why = why or said
+    return "killed", why
 
 
 def _program_failure(shop: Workshop, name: str, seconds: float) -> Failure | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,9 +33,16 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]
     errors: tuple[str, ...] = ()
 
-    def apply(self, root: Path) -> None:
-        """Write the fault into the tree at `root`. Raises `StaleMutantError`."""
-        (root / self.file).write_text(self.faulty(root))
+    @contextmanager
+    def applied(self, root: Path) -> Iterator[None]:
+        """The fault stands in the tree at `root` meanwhile. Raises `StaleMutantError`."""
+        path = root / self.file
+        good, faulty = path.read_text(), self.faulty(root)
+        path.write_text(faulty)
+        try:
+            yield
+        finally:
+            path.write_text(good)
 
     def faulty(self, root: Path) -> str:
         """The file's text with the fault in it. Raises `StaleMutantError`."""
@@ -44,7 +53,3 @@ class Mutant(NamedTuple):
                 " once: bring the mutant up to date"
             )
         return text.replace(self.old, self.new)
-
-    def revert(self, root: Path, original: Path) -> None:
-        """Bring the file back from the tree at `original`."""
-        (root / self.file).write_text((original / self.file).read_text())

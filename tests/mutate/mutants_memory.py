@@ -7,7 +7,12 @@ from mutate.mutant import Mutant
 LAW = "tests/laws/test_law_"
 PROGRESS = LAW + "12_progress.py::"
 ORDER = LAW + "14_order.py::"
-SMALLEST = PROGRESS + "test_law_12_a_lone_request_completes_in_the_smallest_pool_that_admits_it"
+SCHEDULES = "tests/arena/test_named_schedules.py::"
+STATES = "tests/core/test_manager_states.py::"
+TOO_LONG = (
+    "tests/core/test_manager.py"
+    "::test_a_request_too_long_for_the_arena_is_refused_at_open_and_the_longest_is_not"
+)
 CROWD = PROGRESS + "test_law_12_what_is_admitted_completes_in_every_geometry"
 FIRST_OUT = (
     ORDER
@@ -20,8 +25,7 @@ MEMORY = [
         "csrc/arena.cpp",
         "    ++page.refs;\n",
         "    page.refs = 1;\n",
-        (LAW + "01_conservation.py::test_law_01_pages_are_conserved_however_requests_end",),
-        ("MisuseError",),
+        ("tests/laws/test_machine.py::TestManagerMachine",),
     ),
     Mutant(
         "lost page: the working state is not given back",
@@ -31,11 +35,16 @@ MEMORY = [
         (LAW + "01_conservation.py::test_law_01_pages_are_conserved_however_requests_end",),
     ),
     Mutant(
-        "fresh hit evicted: pages are taken before the hit is held",
+        "fresh hit evicted: it counts as space",
         "csrc/allocate.cpp",
-        "        each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });\n",
-        "        arena_.secure(demand.classes);\n"
-        "        each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });\n",
+        "        each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });\n"
+        "        if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });\n"
+        "        counted = oldest;\n"
+        "        secured = oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes);\n",
+        "        secured = oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes);\n"
+        "        each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });\n"
+        "        if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });\n"
+        "        counted = oldest;\n",
         (LAW + "19_fresh_hits.py::test_law_19_what_a_lookup_found_is_what_the_grant_after_it_has",),
     ),
     Mutant(
@@ -87,14 +96,14 @@ MEMORY = [
         "csrc/closing.cpp",
         "return old.kept || old.hits > 1 ? Arena::kLru : Arena::kVictims;",
         "return Arena::kLru;",
-        (FIRST_OUT,),
+        (STATES + "test_superseded_undeclared_states_are_the_first_victims",),
     ),
     Mutant(
         "kept flag dropped",
         "csrc/closing.cpp",
         "return old.kept || old.hits > 1 ? Arena::kLru : Arena::kVictims;",
         "return old.hits > 1 ? Arena::kLru : Arena::kVictims;",
-        (FIRST_OUT,),
+        (STATES + "test_a_declared_state_keeps_its_place_when_superseded",),
     ),
     Mutant(
         "keyed pages evicted while others are free",
@@ -108,14 +117,21 @@ MEMORY = [
         "csrc/guarantee.cpp",
         "return worst <= most_slabs_ || quota() > most_slabs_;",
         "return true;",
-        (CROWD,),
+        (SCHEDULES + "test_1_the_oldest_does_not_spread_its_own_pages_too_thin",),
     ),
     Mutant(
         "freeze dropped",
         "csrc/allocate.cpp",
         "    frozen_ |= oldest;\n",
         "",
-        (CROWD,),
+        (SCHEDULES + "test_2_no_chain_of_transfers_keeps_the_oldest_waiting",),
+    ),
+    Mutant(
+        "pins go on while the oldest waits",
+        "csrc/loads.cpp",
+        "const int32_t page = frozen_ ? kNoPage : arena_.find(",
+        "const int32_t page = arena_.find(",
+        (SCHEDULES + "test_2_no_chain_of_transfers_keeps_the_oldest_waiting",),
     ),
     Mutant(
         "oldest that holds pages guaranteed, not the oldest",
@@ -128,16 +144,16 @@ MEMORY = [
     Mutant(
         "slabs that a request needs rounded down",
         "csrc/guarantee.cpp",
-        "c.needed = needs.empty() ? 0 : (needs[i] + c.k - 1) / c.k;",
+        "c.needed = needs.empty() ? 0 : slabs_for(c, needs[i]);",
         "c.needed = needs.empty() ? 0 : needs[i] / c.k;",
-        (CROWD,),
+        ("csrc/tests/test_arena",),
     ),
     Mutant(
         "admission counts one state",
         "csrc/group_rules.h",
         "return 2 + request_pages;",
         "return 1 + request_pages;",
-        (SMALLEST,),
+        (TOO_LONG,),
     ),
     Mutant(
         "double unpin accepted",
@@ -153,7 +169,7 @@ MEMORY = [
         "if (exclusive.entered.test_and_set(std::memory_order_acquire))",
         "if (exclusive.entered.test(std::memory_order_acquire) && false)",
         (LAW + "15_misuse.py::test_law_15_two_threads_at_once_are_refused",),
-        ("crash",),
+        ("IndexError", "crash"),  # nobody was refused,
     ),
     Mutant(
         "move without re-pointing the key",

@@ -10,14 +10,11 @@ KEEPS = POLICY + "test_every_policy_keeps_replay_boundary_declared_boundaries_an
 
 PYTHON = [
     Mutant(
-        "salt ignored",
+        "salt ignored in the keys",
         "kvcache/core/hashing.py",
         "            salt.encode(),\n",
         "",
-        (
-            LAW + "17_separation.py"
-            "::test_law_17_a_hit_reaches_to_where_two_requests_begin_to_differ_and_no_further",
-        ),
+        (LAW + "17_key_bytes.py::test_law_17_keys_have_the_documented_bytes",),
     ),
     Mutant(
         "DCP scale ignored",

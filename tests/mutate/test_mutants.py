@@ -34,21 +34,18 @@ def test_names_are_unique_and_at_least_twenty_five_faults_are_listed() -> None:
     assert not [name for name, times in Counter(m.name for m in MUTANTS).items() if times > 1]
 
 
-def test_a_mutant_is_applied_once_and_taken_back(tmp_path: Path) -> None:
-    original, copy = tmp_path / "original", tmp_path / "copy"
-    for tree in (original, copy):
-        tree.mkdir()
-        (tree / "file").write_text("a = b + 1\n")
+def test_a_fault_stands_only_while_it_is_applied(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("a = b + 1\n")
     mutant = Mutant("off by one", "file", "b + 1", "b", ("tests/x.py::test_x",))
-    mutant.apply(copy)
-    assert (copy / "file").read_text() == "a = b\n"
-    with pytest.raises(StaleMutantError, match="0 times"):
-        mutant.apply(copy)
-    mutant.revert(copy, original)
-    assert (copy / "file").read_text() == "a = b + 1\n"
+    with mutant.applied(tmp_path):
+        assert file.read_text() == "a = b\n"
+        with pytest.raises(StaleMutantError, match="0 times"):
+            mutant.faulty(tmp_path)
+    assert file.read_text() == "a = b + 1\n"
 
 
 def test_a_mutant_whose_text_stands_twice_is_stale(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x x")
     with pytest.raises(StaleMutantError, match="2 times"):
-        Mutant("twice", "file", "x", "y", ("tests/x.py::test_x",)).apply(tmp_path)
+        Mutant("twice", "file", "x", "y", ("tests/x.py::test_x",)).faulty(tmp_path)

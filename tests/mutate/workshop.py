@@ -51,7 +51,6 @@ class Workshop:
 
     def __init__(self, original: Path, folder: Path) -> None:
         """Copy the tree below `folder`; `build()` makes the library."""
-        self.original = original
         self.root = folder / "kvcache-copy"
         self._build = folder / "build"
         shutil.copytree(original, self.root, symlinks=True, ignore=LEFT_OUT)

@@ -71,7 +71,9 @@ def naive_lru(requests: Iterable[TraceRequest], merge: int, pages: int) -> list[
             del cached[key]
         while len(cached) + -(-prompt // block) > pages:
             cached.popitem(last=False)
-        held += [k for k in keys[run:] if k not in cached]  # the others stay where they are
+        for key in keys[run:]:  # computed again: the older page is freed
+            cached.pop(key, None)
+        held = list(keys)
         while len(cached) + -(-(prompt + max(0, request.output_tokens - 1)) // block) > pages:
             cached.popitem(last=False)
         for key in reversed(held):

@@ -31,6 +31,12 @@ class GroupRules(NamedTuple):
     """Private: pages of a request. State: pages beyond the two that every request has."""
     lookahead_tokens: int = 0
     """Above 0: a draft group; its K and V at a token depend on as many tokens after it."""
+    transient: bool = False
+    """Of a span with chunks: a step has the rows that it writes at hand, only later ones read pages.
+
+    So a grant gives pages only to what is read at a kept position, at its last grid point, or at
+    its end; `Manager.block_table` has -1 for the other blocks, whose rows are never stored.
+    """
 
     def need_begin(self, position: int) -> int:
         """First token that a query or a hit at `position` reads of a span group."""

@@ -18,6 +18,10 @@ class PoolingState:
     multiple of `ratio`, and with `overlap` (an entry pools its own `ratio` tokens and the `ratio`
     before them) those of the `ratio` tokens before that multiple too. So without overlap a hit at
     a multiple of the ratio needs nothing.
+
+    Rows of a finished entry are read by nobody, so a long prefill stores only those that a kept
+    position or its own end needs (`GroupRules.transient`): the engine pools what a step computes
+    from its activations, and writes rows where the block table has a page.
     """
 
     name: str
@@ -55,4 +59,5 @@ class PoolingState:
             block_tokens=self.block_tokens,
             chunk_tokens=self.ratio,
             lead_tokens=self.ratio if self.overlap else 0,
+            transient=self.ratio > 1,
         )
