@@ -61,7 +61,13 @@ void Manager::collect_spans(Request& r, bool loading) {
             if (page == kNoPage) continue;
             const int64_t end = (b + 1) * block;
             if (!loading && end > last && arena_.page(g, page).key == Page::kPending) arena_.unpublish(g, page);
-            filed_.push_back({loading ? r.granted : std::max(last, end), {g, page, Arena::kLru}});
+            int64_t serves = std::max(last, end);
+            for (const Kept& kept : r.kept)  // the lowest declared boundary that reads the block
+                if (kept.declared && kept.position >= end && rules(g).need_begin(kept.position) < end) {
+                    serves = std::min(serves, kept.position);
+                    break;
+                }
+            filed_.push_back({loading ? r.granted : serves, {g, page, Arena::kLru}});
         }
     }
 }
