@@ -197,6 +197,10 @@ int32_t Manager::namespace_use(uint32_t ns, int64_t* uses) {
 void Manager::mute(Request& r, bool retire) {
     r.muted |= r.state != RequestState::kWaiting;
     r.retired |= retire;
+    if (!retire) return;
+    r.looked_up = false;  // what it found is of the old root
+    r.hit = 0;
+    r.present.clear();
 }
 
 int32_t Manager::clear(bool retire) {

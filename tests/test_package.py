@@ -103,7 +103,8 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the unpacked sdist, as `pip install kvcache-....tar.gz` does."""
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # 3.11.4 and later
+        archive.extractall(folder, **safe)  # noqa: S202
     (unpacked,) = folder.iterdir()
     return build(unpacked, "--wheel", tmp_path_factory.mktemp("wheel"))
 

@@ -287,3 +287,20 @@ def test_law_17_numbers_in_use_are_not_given_away() -> None:
     for i in range(0, len(opened), 10):
         assert hit(m, prompt, salt=f"{i}") == 8
         assert hit(m, prompt, salt=f"{i + 1}") == 0
+
+
+@pytest.mark.parametrize("change", ["weights", "adapter"])
+def test_law_17_a_hit_of_before_the_change_is_not_loaded(change: str) -> None:
+    """Looked up, then retired, then granted: the device has no key, so nothing else tells."""
+    geometry = cases.GEOMETRIES["full"]
+    manager = Manager(geometry, slabs=UNLIMITED, retention=Sparse())
+    handle = manager.open(list(range(13)), lora="a")
+    present = [np.ones(13 // b, np.uint8) for b in geometry.block_tokens]
+    assert manager.lookup(handle, present).hit_tokens == 12
+    if change == "weights":
+        manager.set_weights_epoch(1)
+    else:
+        manager.set_lora_version("a", "2")
+    grant = manager.allocate(handle, 13)
+    assert grant
+    assert (grant.hit_tokens, grant.load) == (0, 0)
