@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvcache.bench.byte_lru import PageSizes
+from kvcache.bench.byte_lru_pages import PageSizes, SpanPages
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
 from kvcache.core.records import UNLIMITED
@@ -113,16 +113,19 @@ def tokens_of_slabs(slabs: int, geometry: Geometry) -> int:
 def page_sizes(geometry: Geometry, name: str) -> PageSizes:
     """What the byte LRU has to know; `ConfigError` for groups that it does not know."""
     kv_bytes = state_bytes = 0
+    spans: list[SpanPages] = []
     for group, rules in zip(geometry.groups, geometry.rules, strict=True):
-        if rules.lookahead_tokens or rules.kind not in ("full", "state"):
+        if rules.lookahead_tokens or rules.kind == "private":
             raise ConfigError(
-                f"--oracle bytes knows full attention and recurrent states only: {name} has the"
-                f" group {group.name!r} ({group.kind})"
+                f"--oracle bytes knows no draft models and no private pages: {name} has the group"
+                f" {group.name!r} ({group.kind})"
             )
         if rules.kind == "full":
             kv_bytes += group.page_bytes * (geometry.grid_tokens // rules.block_tokens)
-        else:
+        elif rules.kind == "state":
             state_bytes += group.page_bytes
+        else:
+            spans.append(SpanPages(*rules[1:4], group.page_bytes, rules.transient))
     if not kv_bytes:
         raise ConfigError(f"--oracle bytes needs full attention, and {name} has none")
-    return PageSizes(geometry.grid_tokens, kv_bytes, state_bytes)
+    return PageSizes(geometry.grid_tokens, kv_bytes, state_bytes, tuple(spans))

@@ -13,7 +13,8 @@
 //                             cached    visible key, no reference: evictable
 //
 // Eviction order: the pages of the victims lists before those of the LRU lists, older before younger, over all classes.
-// Space goes from one class to another by whole slabs: cached pages of the slab that is given up move to holes, or into the
+// Space goes from one class to another by whole slabs, from the class whose slab is worth least: all the pages that it would
+// lose with one are colder than the coldest page of the class that wants space. Cached pages of the slab that is given up move to holes, or into the
 // place of colder pages of their class, if the caller can copy (`movable`); else they are evicted. Held pages never move.
 //
 // The guaranteed request (docs/memory.md): its pages are marked `mine`, and quotas keep sum over classes of
@@ -134,9 +135,9 @@ class Arena {
     bool secure(std::span<const int64_t> n);
     // A page of the group's class without key, one reference. Free page in the fullest partial slab; else an empty or new
     // slab (a class that can evict a page of its own leaves the last T / 64 of them, at most two, to classes of larger
-    // pages); else the coldest page of all classes gives way: one of the own class is evicted; a page of another class costs
-    // that class a slab (of the classes that can spare one beyond what is still to be taken of them). kNoPage if all
-    // pages are held.
+    // pages); else the class whose slab is worth least gives one (of those that can spare it beyond what is still to be
+    // taken of them), if all that it would lose is colder than the coldest page of the own class; else that one is evicted.
+    // kNoPage if all pages are held.
     int32_t take(int32_t group);
 
     // ---- the guaranteed request
@@ -174,9 +175,13 @@ class Arena {
         LargeVector<Page> pages;  // by number; reaches to the last slab that the class owned
         Head lists[2];
         int64_t free = 0;
-        int64_t owned = 0;               // slabs
-        int64_t idle_many = 0;           // k > 1: slabs with cached pages and none held, see idle()
-        int64_t wanted = 0;              // pages still to be taken since secure()
+        int64_t owned = 0;      // slabs
+        int64_t idle_many = 0;  // k > 1: slabs with cached pages and none held, see idle()
+        int64_t wanted = 0;     // pages still to be taken since secure()
+        int64_t asked = 0;      // pages of the last secure() that wanted some
+        uint64_t price = 0;     // see price_of(), when so many pages were to go
+        int64_t price_pages = 0;
+        int64_t price_evictions = -1;    // ... and so many of all had gone
         int64_t needed = 0;              // N, slabs
         int64_t pinned = 0;              // P, slabs
         std::vector<int32_t> partial;    // [used pages] -> first slab with so many, and a free page
@@ -273,7 +278,9 @@ class Arena {
     void give_back_unused();
     void reverse_unused(SizeClass& c);
     int64_t can_spare(const SizeClass& c, int64_t n) const;
-    int32_t coldest_that_spares(uint64_t below) const;
+    int32_t cheapest_that_spares(uint64_t below);
+    int64_t pages_to_go(const SizeClass& c) const;
+    uint64_t price_of(SizeClass& c, bool fresh);
     static int32_t coldest(const SizeClass& c);
     static int32_t after(const SizeClass& c, int32_t id);
     static uint64_t rank(const Page& page);

@@ -149,10 +149,13 @@ bool Arena::secure(std::span<const int64_t> n) {
     give_back_unused();
     tight_ = false;
     if (!can_secure(n)) return false;
-    for (int32_t i = 0; i < classes(); ++i) of(i).wanted = n[static_cast<size_t>(i)];
+    for (int32_t i = 0; i < classes(); ++i) {
+        of(i).wanted = n[static_cast<size_t>(i)];
+        if (of(i).wanted) of(i).asked = of(i).wanted;
+    }
     for (int32_t i = 0; i < classes(); ++i)
         while (of(i).own() < of(i).wanted) {
-            if (empty_ + uncreated() == 0) reclaim(coldest_that_spares(UINT64_MAX));
+            if (empty_ + uncreated() == 0) reclaim(cheapest_that_spares(UINT64_MAX));
             give_slab(i);
         }
     for (SizeClass& c : classes_) reverse_unused(c);
@@ -182,16 +185,40 @@ int32_t Arena::after(const SizeClass& c, int32_t id) {
     return page.next == kNoPage && page.list == 1 + kVictims ? c.lists[kLru].first : page.next;
 }
 
-// The class whose coldest page is the coldest, and below that rank, of those that can spare a slab.
-int32_t Arena::coldest_that_spares(uint64_t below) const {
+// Cached pages that the class counts as lost with a slab. It has a use for the free pages that its last grant took (up to
+// a slab's): the next one takes as many, and they would be won back at once.
+int64_t Arena::pages_to_go(const SizeClass& c) const {
+    return std::clamp<int64_t>(c.k - c.free + std::min<int64_t>(c.k - 1, c.asked), 0, c.k);
+}
+
+// What a slab of the class is worth: the rank of the warmest of its coldest pages that go with one. Not of the coldest: a
+// slab costs its class all of them. Walking there is O(k), so the answer holds until an eighth of a slab was evicted.
+uint64_t Arena::price_of(SizeClass& c, bool fresh) {
+    const int64_t pages = pages_to_go(c);
+    if (pages == 0) return 0;
+    if (!fresh && c.price_evictions >= 0 && pages >= c.price_pages && evictions_ - c.price_evictions < c.k / 8)
+        return c.price;
+    int32_t id = coldest(c);
+    uint64_t found = id == kNoPage ? UINT64_MAX : 0;
+    for (int64_t n = 0; n < pages && id != kNoPage; ++n, id = after(c, id)) found = rank(page_in(c, id));
+    c.price = found;
+    c.price_pages = pages;
+    c.price_evictions = evictions_;
+    return found;
+}
+
+// The class whose slab is the cheapest, and below that rank, of those that can spare one.
+int32_t Arena::cheapest_that_spares(uint64_t below) {
     int32_t found = kNoClass;
     for (int32_t i = 0; i < classes(); ++i) {
-        const SizeClass& c = of(i);
-        const int32_t first = coldest(c);
-        if (first == kNoPage) continue;
-        const uint64_t own = rank(page_in(c, first));
-        if (own >= below || can_spare(c, c.wanted) == 0) continue;
-        below = own;
+        SizeClass& c = of(i);
+        if (can_spare(c, c.wanted) == 0) continue;
+        if (const int32_t first = coldest(c); pages_to_go(c) && first != kNoPage && rank(page_in(c, first)) >= below)
+            continue;
+        if (price_of(c, below == UINT64_MAX) >= below) continue;
+        const uint64_t price = price_of(c, true);
+        if (price >= below) continue;
+        below = price;
         found = i;
     }
     return found;
@@ -212,7 +239,7 @@ int32_t Arena::take(int32_t group) {
     if (empty_ + uncreated() > left_alone(c)) return held_now(group, take_new(size_class));
     const int32_t victim = coldest(c);
     const uint64_t below = victim == kNoPage ? UINT64_MAX : rank(page_in(c, victim));
-    if (const int32_t other = coldest_that_spares(below); other != kNoClass) {
+    if (const int32_t other = cheapest_that_spares(below); other != kNoClass) {
         reclaim(other);
         return held_now(group, take_new(size_class));
     }

@@ -41,12 +41,13 @@ class Follower : public Pair {
     }
     void follow_secure(const Counts& n) {
         Moves moves = new_moves();
+        for (int c = 0; c < model_.classes(); ++c)
+            if (n[c]) model_.asked[c] = n[c];
         int64_t given = 0;
         Counts lacks(n.size());
         for (int c = 0; c < model_.classes(); ++c)
             for (; model_.available(c) + lacks[c] * model_.k[c] < n[c]; ++lacks[c], ++given)
-                if (model_.empty() == given)
-                    model_.reclaim(model_.coldest_class([&](int h) { return model_.spare(h, n[h]) > 0; }), moves);
+                if (model_.empty() == given) model_.reclaim(model_.cheapest(Model::kNoRank, n), moves);
         if (!moves.empty()) fail("secure moved more than it had to");
         for (int s = 0; s < arena_.created_slabs(); ++s)
             if (const int c = owner_of(s); c != kNone && (s >= std::ssize(model_.owner) || model_.owner[s] == kNone)) {
@@ -70,10 +71,8 @@ class Follower : public Pair {
             model_.own_new(c, s);
         } else {
             const int victim = model_.coldest(c);
-            const int other = model_.coldest_class([&](int h) {
-                return model_.spare(h, left[h]) > 0 &&
-                       (victim == kNone || model_.rank_of(h) < model_.pages[c].at(victim).rank());
-            });
+            const auto below = victim == kNone ? Model::kNoRank : model_.pages[c].at(victim).rank();
+            const int other = model_.cheapest(below, left);
             if (other != kNone) {
                 model_.reclaim(other, moves);
                 model_.own_new(c, s);

@@ -3,10 +3,12 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
+#include <numeric>
 #include <set>
 #include <tuple>
 #include <vector>
@@ -54,6 +56,8 @@ class Model {
           movable(movable),
           pages(k.size()),
           needed(k.size()),
+          asked(k.size()),
+          prices(k.size()),
           evicted_of(class_of.size()) {}
 
     int T;
@@ -63,6 +67,12 @@ class Model {
     std::vector<std::map<int, Cell>> pages;   // of each class: the held and cached ones
     std::map<std::pair<int, int>, int> mine;  // (class, page) -> marks
     Counts needed;                            // slabs
+    Counts asked;                             // pages of the last secure() that wanted some
+    struct Price {
+        std::pair<int, uint64_t> rank;
+        int64_t pages = 0, evictions = -1;
+    };
+    std::vector<Price> prices;  // what a slab was worth, and when
     Counts evicted_of;
     std::set<std::tuple<int, uint32_t, int>> ghosts;
     std::vector<Event> events;
@@ -186,6 +196,42 @@ class Model {
         return found;
     }
     std::pair<int, uint64_t> rank_of(int c) const { return pages[c].at(coldest(c)).rank(); }
+
+    // What a slab of the class is worth: the rank of the last of its coldest pages that are lost with one.
+    int64_t pages_lost(int c) const {
+        const int64_t free = owned(c) * k[c] - std::ssize(pages[c]);
+        return std::clamp<int64_t>(k[c] - free + std::min<int64_t>(k[c] - 1, asked[c]), 0, k[c]);
+    }
+    std::pair<int, uint64_t> price_of(int c, bool fresh) {
+        const int64_t lost = pages_lost(c);
+        if (!lost) return {0, 0};
+        Price& price = prices[c];
+        const int64_t evictions = std::accumulate(evicted_of.begin(), evicted_of.end(), int64_t{0});
+        if (!fresh && price.evictions >= 0 && lost >= price.pages && evictions - price.evictions < k[c] / 8)
+            return price.rank;
+        std::vector<std::pair<int, uint64_t>> ranks;
+        for (const auto& [id, x] : pages[c])
+            if (x.list) ranks.push_back(x.rank());
+        std::sort(ranks.begin(), ranks.end());
+        price = {ranks[std::min<size_t>(ranks.size(), static_cast<size_t>(lost)) - 1], lost, evictions};
+        return price.rank;
+    }
+    // The class to take a slab from: the cheapest below that rank of those that can spare one.
+    int cheapest(std::pair<int, uint64_t> below, const Counts& n) {
+        int found = kNone;
+        for (int c = 0; c < classes(); ++c) {
+            if (!spare(c, n[c])) continue;
+            const bool any = below == kNoRank;
+            if (pages_lost(c) && rank_of(c) >= below) continue;
+            if (price_of(c, any) >= below) continue;
+            const auto price = price_of(c, true);
+            if (price >= below) continue;
+            below = price;
+            found = c;
+        }
+        return found;
+    }
+    static constexpr std::pair<int, uint64_t> kNoRank{INT_MAX, 0};
 
     int64_t left_alone(int c) const {
         const bool others_are_larger = k[c] > *std::min_element(k.begin(), k.end());

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from replays.naive import BLOCK, naive_lru, naive_states, random_trace, serve_all
 
-from kvcache.bench.byte_lru import ByteLru, PageSizes
+from kvcache.bench.byte_lru import ByteLru
+from kvcache.bench.byte_lru_pages import PageSizes, SpanPages
 from kvcache.bench.replay_settings import STEP_TOKENS, ReplaySettings
 from kvcache.core.errors import CapacityError
 from kvcache.core.layout import Geometry
 from kvcache.core.retain import RetentionPolicy
-from kvcache.core.specs import FullAttention, RecurrentState
+from kvcache.core.specs import FullAttention, PoolingState, RecurrentState, SlidingWindow
 from kvcache.retention import Dense, Sparse
 
 KV, STATE = 10, 25
@@ -29,7 +30,7 @@ def small(capacity: int | None = None, policy: RetentionPolicy | None = None) ->
 
 def keys(cache: ByteLru) -> tuple[list[int], list[int]]:
     """Victims and the rest, each oldest first."""
-    return list(cache.victims), list(cache.lru)
+    return list(cache.order.victims), list(cache.order.lru)
 
 
 # ---- the rules, one by one -----------------------------------------------------------------------
@@ -66,7 +67,7 @@ def test_a_junction_is_written_and_kept() -> None:
     cache = small()
     cache.serve([0, 1, 2, 3], 17, 0)
     assert cache.serve([0, 1, 4, 5], 17, 0) == 0
-    assert ~1 in cache.kept
+    assert ~1 in cache.order.kept
     assert keys(cache)[0] == []
     assert keys(cache)[1] == [~3, 3, 2, ~5, 5, 4, ~1, 1, 0]
     assert cache.serve([0, 1, 6], 13, 0) == 8
@@ -138,30 +139,108 @@ def test_without_a_bound_it_hits_as_a_naive_model_does(interval: int | None) -> 
         assert hits == naive_states(requests, interval)[0]
 
 
+# ---- windows and pooling states ------------------------------------------------------------------
+
+WINDOW = SpanPages(block_tokens=2, chunk_tokens=1, lead_tokens=2, page_bytes=3)
+POOL = SpanPages(block_tokens=2, chunk_tokens=2, lead_tokens=2, page_bytes=3, transient=True)
+
+
+def with_span(span: SpanPages, capacity: int | None = None, interval: int = 0) -> ByteLru:
+    """Blocks of 4 tokens, steps of 8; a hit reads the last half of its last block."""
+    return ByteLru(
+        PageSizes(4, KV, 0, (span,)),
+        capacity_bytes=capacity,
+        policy=Sparse(interval),
+        step_tokens=8,
+    )
+
+
+@pytest.mark.parametrize("span", [WINDOW, POOL])
+def test_what_a_boundary_reads_goes_back_before_the_block_that_it_ends_with(
+    span: SpanPages,
+) -> None:
+    cache = with_span(span)
+    assert cache.serve([0, 1, 2], 13, 0) == 0
+    assert keys(cache) == ([], [(0, 2, 1), 2, 1, 0])
+    assert cache.serve([0, 1, 2, 3], 17, 0) == 12
+    assert keys(cache) == ([(0, 2, 1)], [(0, 3, 1), 3, 2, 1, 0])
+
+
+@pytest.mark.parametrize("span", [WINDOW, POOL])
+def test_a_junction_keeps_what_it_reads(span: SpanPages) -> None:
+    cache = with_span(span)
+    cache.serve([0, 1, 2, 3], 17, 0)
+    assert cache.serve([0, 1, 4, 5], 17, 0) == 0
+    assert cache.serve([0, 1, 6], 13, 0) == 8
+
+
+def test_a_step_takes_a_page_for_each_block_of_a_window_and_few_of_a_pooling_state() -> None:
+    for span, pages in ((WINDOW, 4), (POOL, 2)):  # of four halves: before 4 and before 8
+        with_span(span, 2 * KV + pages * 3).serve([0, 1], 8, 0)
+        with pytest.raises(CapacityError):
+            with_span(span, 2 * KV + pages * 3 - 1).serve([0, 1], 8, 0)
+
+
 # ---- against the manager -------------------------------------------------------------------------
 
 
-def equal_pages() -> Geometry:
-    """A state as large as a block: one size class, so slabs cost nothing."""
-    full = FullAttention(name="full", layers=1, kv_heads=1, head_dim=128, block_tokens=BLOCK)
-    state = RecurrentState(name="state", layers=1, state_bytes_per_layer=full.page_bytes)
-    return Geometry((full, state))
+FULL = FullAttention(name="full", layers=2, kv_heads=1, head_dim=128, block_tokens=BLOCK)
 
 
+def pool(ratio: int, block_tokens: int, *, overlap: bool = True) -> PoolingState:
+    """A page of as many bytes as a block of full attention."""
+    row = FULL.page_bytes // block_tokens
+    return PoolingState(
+        name=f"pool{ratio}",
+        layers=1,
+        ratio=ratio,
+        token_bytes=row,
+        block_tokens=block_tokens,
+        overlap=overlap,
+    )
+
+
+def window(tokens: int, block_tokens: int) -> SlidingWindow:
+    return SlidingWindow(
+        name="window",
+        layers=2 * BLOCK // block_tokens,
+        kv_heads=1,
+        head_dim=128,
+        window=tokens,
+        block_tokens=block_tokens,
+    )
+
+
+STATE_GROUP = RecurrentState(name="state", layers=1, state_bytes_per_layer=FULL.page_bytes)
+EQUAL_PAGES = {
+    "state": (FULL, STATE_GROUP),
+    "window": (FULL, window(1100, BLOCK)),
+    "half blocks": (FULL, window(700, BLOCK // 2)),
+    "pool": (FULL, pool(128, 128)),
+    "chunks": (FULL, pool(1536, BLOCK, overlap=False)),
+    "all": (FULL, window(1100, BLOCK), pool(128, 64), pool(1024, BLOCK), STATE_GROUP),
+}
+"""Pages of one size: one size class, so slabs cost nothing."""
+
+
+@pytest.mark.parametrize("name", EQUAL_PAGES)
 @pytest.mark.parametrize("interval", [None, 0, BLOCK, 3 * BLOCK])
-@pytest.mark.parametrize("seed", range(8))
 def test_with_pages_of_one_size_the_manager_hits_as_the_oracle_does(
-    seed: int, interval: int | None
+    name: str, interval: int | None
 ) -> None:
-    requests = random_trace(seed)
-    for pages in (34, 40, 60, 100):
-        settings = ReplaySettings(
-            block_tokens=BLOCK,
-            pool_tokens=pages * BLOCK,
-            retention_tokens=interval,
-            oracle=True,
-            check=True,
-        )
-        hits, report = serve_all(requests, settings, geometry=equal_pages())
-        assert report["oracle_hit_rate"] == report["hit_rate"]
-        assert report["hit_tokens"] == sum(hits)
+    geometry = Geometry(EQUAL_PAGES[name])
+    assert len(geometry.pages_per_slab) == 1
+    least = 90 if name == "all" else 60
+    for seed in range(4):
+        requests = random_trace(seed)
+        for pages in (least, 2 * least, 3 * least):
+            settings = ReplaySettings(
+                block_tokens=BLOCK,
+                pool_tokens=pages * BLOCK,
+                retention_tokens=interval,
+                oracle=True,
+                check=True,
+            )
+            hits, report = serve_all(requests, settings, geometry=geometry)
+            assert report["oracle_hit_rate"] == report["hit_rate"]
+            assert report["hit_tokens"] == sum(hits)

@@ -15,10 +15,13 @@ from kvcache.bench.replay_settings import (
     ReplaySettings,
     arena_bytes,
     arena_slabs,
+    page_sizes,
     tokens_of_slabs,
 )
 from kvcache.bench.traces import TraceRequest
 from kvcache.core.errors import CapacityError, ConfigError
+from kvcache.core.layout import Geometry
+from kvcache.core.specs import FullAttention, RingBuffer
 
 # ---- against naive models ------------------------------------------------------------------------
 
@@ -237,5 +240,7 @@ def test_a_pool_of_less_than_one_slab_is_refused() -> None:
 
 
 def test_the_oracle_refuses_groups_that_it_does_not_know() -> None:
-    with pytest.raises(ConfigError, match=r"--oracle bytes knows .*: gpt-oss-120b has the group"):
-        ReplaySettings(block_tokens=BLOCK, preset="gpt-oss-120b", oracle=True)
+    ring = RingBuffer(name="ring", layers=1, ring_tokens=4, token_bytes=8)
+    full = FullAttention(name="full", layers=1, kv_heads=1, head_dim=8, block_tokens=BLOCK)
+    with pytest.raises(ConfigError, match=r"--oracle bytes knows .*: mine has the group 'ring'"):
+        page_sizes(Geometry((full, ring)), "mine")

@@ -116,7 +116,6 @@ def test_output_is_the_same_json_as_on_stdout(
         (("--tp", "0"), "--tp is 0"),
         (("--tp", "x"), "--tp: invalid int value"),
         (("--oracle", "lru"), "--oracle: invalid choice"),
-        (("--preset", "gpt-oss-120b", "--oracle", "bytes"), "--oracle bytes knows"),
         (("--pool-tokens", "-1"), "'-1' is not a number of tokens"),
         (("--pool-tokens", "0"), "'0' is not a number of tokens"),
         (("--pool-tokens", "nan"), "'nan' is not a number of tokens"),
