@@ -6,6 +6,11 @@ from mutate.mutant import Mutant
 
 LAW = "tests/laws/test_law_"
 
+REPLAYED = (
+    "tests/events/test_manager_events.py"
+    "::test_replayed_events_give_the_managers_keys_blocks_and_parents"
+)
+
 KEYS = [
     Mutant(
         "publish early: pending keys are found",
@@ -180,7 +185,7 @@ KEYS = [
         "csrc/events.cpp",
         "last.first_end + last.n_keys * rules(last.group).block_tokens == head.first_end;",
         "last.first_end + last.n_keys * rules(last.group).block_tokens <= head.first_end;",
-        (LAW + "16_events.py::test_law_16_one_look_at_the_end_gives_the_same_keys_as_many",),
+        (REPLAYED,),
     ),
     Mutant(
         "no event for what is evicted",

@@ -9,6 +9,10 @@ PROGRESS = LAW + "12_progress.py::"
 ORDER = LAW + "14_order.py::"
 SCHEDULES = "tests/arena/test_named_schedules.py::"
 STATES = "tests/core/test_manager_states.py::"
+MOVES = LAW + "16_events.py::test_law_16_events_rebuild_the_keys_through_evictions_moves_and_clears"
+BYTE_LRU = (
+    "tests/bench/test_byte_lru.py::test_with_pages_of_one_size_the_manager_hits_as_the_oracle_does"
+)
 TOO_LONG = (
     "tests/core/test_manager.py"
     "::test_a_request_too_long_for_the_arena_is_refused_at_open_and_the_longest_is_not"
@@ -103,7 +107,7 @@ MEMORY = [
         "csrc/closing.cpp",
         "return old.kept || old.hits > 1 ? Arena::kLru : Arena::kVictims;",
         "return old.hits > 1 ? Arena::kLru : Arena::kVictims;",
-        (STATES + "test_a_declared_state_keeps_its_place_when_superseded",),
+        (BYTE_LRU,),
     ),
     Mutant(
         "keyed pages evicted while others are free",
@@ -175,8 +179,8 @@ MEMORY = [
         "move without re-pointing the key",
         "csrc/reclaim.cpp",
         "    index.move(index.tag(page.digest, page.ns), from, to);\n",
-        "",
-        ("tests/laws/test_machine.py::TestManagerMachine",),
+        "    index.move(index.tag(page.digest, page.ns), from, from);\n",
+        (MOVES, "csrc/tests/test_arena"),
     ),
     Mutant(
         "move of a held page",
