@@ -25,8 +25,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +44,7 @@ from kvcache.connectors.base import (
     failed,
 )
 from kvcache.connectors.event_stream import TierStream
+from kvcache.connectors.offload_records import Faults, Load, Reach
 from kvcache.core.errors import ConfigError, InvariantError
 from kvcache.core.events.records import Event
 from kvcache.core.manager import Manager
@@ -64,40 +64,6 @@ GRACE_SECONDS = 5.0
 
 RETRY_SECONDS = 0.01
 """How often `drain` offers a store again that is refused though none is in flight."""
-
-
-class _Reach(NamedTuple):
-    """How far the pins of a lookup go, because no hit goes further."""
-
-    stored: int
-    """Stores that had ended: later ones may have filled the gap."""
-    keys: list[int]
-    """Of each group: the keys that the request had, ..."""
-    rows: list[int]
-    """... and those among them that are pinned."""
-
-
-@dataclass(slots=True)
-class _Load:
-    """A load in flight."""
-
-    handle: int
-    load: int
-    items: NDArray[np.void]
-    transfer: Transfer
-    due: float
-    """When a worker that says nothing is not waited for any longer."""
-    wanted: bool = True
-    """The request still waits for it."""
-
-
-@dataclass(slots=True)
-class _Faults:
-    """What a request could not load: masked in its next lookups."""
-
-    loads: int = 0
-    lost: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
-    """(group, index of block or grid point)."""
 
 
 class Offload:
@@ -135,10 +101,10 @@ class Offload:
         self._worker.register(regions)
         self._stream = TierStream(manager.group_labels(), connector.medium)
         self._page_bytes = np.array([g.page_bytes for g in groups], np.int64)
-        self._held: dict[int, _Reach | None] = {}
+        self._held: dict[int, Reach | None] = {}
         """Requests for which the tier holds something since their lookup; None: of all keys."""
-        self._faults: dict[int, _Faults] = {}
-        self._loads: dict[int, _Load] = {}
+        self._faults: dict[int, Faults] = {}
+        self._loads: dict[int, Load] = {}
         self._stores: dict[int, NDArray[np.void]] = {}
         self._backlog = np.empty(0, KEYED_DTYPE)
         self._ended: list[tuple[int, bool]] = []
@@ -184,7 +150,7 @@ class Offload:
         if any(flags[n:].any() for flags, n in zip(present, rows, strict=True)):
             digests = [d[:n] for d, n in zip(keys.digests, rows, strict=True)]
             self._scheduler.lookup(keys._replace(digests=digests))  # replaces the pins
-            self._held[keys.request] = _Reach(self._stored, lengths, rows)
+            self._held[keys.request] = Reach(self._stored, lengths, rows)
 
     def start_load(self, handle: int, grant: Grant) -> bool:
         """Submit the load that a request's first grant names; without one, end the tier's pins.
@@ -206,7 +172,7 @@ class Offload:
                 self._note_fault(handle, items)
             return False
         due = time.monotonic() + transfer.deadline_seconds + GRACE_SECONDS
-        self._loads[transfer.id] = _Load(handle, grant.load, items, transfer, due)
+        self._loads[transfer.id] = Load(handle, grant.load, items, transfer, due)
         return True
 
     def release(self, handle: int) -> None:
@@ -241,7 +207,7 @@ class Offload:
         return error
 
     def _note_fault(self, handle: int, items: NDArray[np.void]) -> None:
-        faults = self._faults.setdefault(handle, _Faults())
+        faults = self._faults.setdefault(handle, Faults())
         faults.loads += 1
         for group, block_tokens in enumerate(self.manager.geometry.block_tokens):
             ends = items["end"][items["group"] == group]

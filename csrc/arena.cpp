@@ -191,13 +191,6 @@ void Arena::release(int32_t group, int32_t id, List list) {
     free_page(c, id);
 }
 
-void Arena::touch(int32_t group, int32_t id) {
-    SizeClass& c = of(class_of(group));
-    if (!page_in(c, id).list) return;
-    unlink(c, id);
-    append(c, id, kLru);
-}
-
 // ---- undo log -------------------------------------------------------------------------------------------------------
 
 void Arena::mark(int64_t acquires) {

@@ -82,9 +82,8 @@ class Arena {
     // In a slab that the group's class owns.
     bool contains(int32_t group, int64_t page) const;
     const Page& page(int32_t group, int32_t id) const { return of(class_of(group)).pages[static_cast<size_t>(id)]; }
-    // Keys (visible or pending) of a namespace, and those of all: a namespace without keys may be used again.
+    // Keys (visible or pending) of a namespace: without any its number may be used again.
     int64_t keyed_in(uint32_t ns) const { return namespaces_.of(ns); }
-    int64_t keyed_in_all() const { return namespaces_.total(); }
 
     // ---- keys
     // Page of a key, visible or pending; kNoPage if neither.
@@ -114,8 +113,6 @@ class Arena {
     void unpin(int32_t group, int32_t id);
     // Drops a reference. The last one frees the page, or caches it as the newest of `list`.
     void release(int32_t group, int32_t id, List list = kLru);
-    // A cached page becomes the newest of the LRU list; a held one stays as it is.
-    void touch(int32_t group, int32_t id);
 
     // Undo log for adoption: acquire()s between mark() and rollback() are undone exactly (counts, lists, order, hits).
     // Only acquire/adopt may be called in between (and mine(), which is not undone). commit_mark() forgets the log.

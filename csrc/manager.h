@@ -1,8 +1,9 @@
 // The block manager: requests, their pages in every group, steps and loads.
 //
 // One file per part of a request's life: open.cpp (tokens, keys, what the policy keeps), lookup.cpp (longest common hit),
-// plan.cpp (where states are snapshotted), allocate.cpp (grants), steps.cpp (commit, end of step), closing.cpp (giving
-// pages back), loads.cpp (tiers), events.cpp (what became findable or went), manager.cpp (reading, clear, check).
+// plan.cpp (where states are snapshotted), allocate.cpp (what a grant needs), adopt.cpp (its hit), grant.cpp (its pages),
+// steps.cpp (commit, end of step), closing.cpp (giving pages back), loads.cpp (tiers), events.cpp (what became findable or
+// went), manager.cpp (reading, clear), manager_check.cpp.
 #pragma once
 
 #include <cstdint>

@@ -31,25 +31,15 @@ static_assert(sizeof(Page) == 64);
 
 inline constexpr uint64_t kMostHits = 7;
 
-// Every stride-th digest of a chain; blocks smaller than a hash unit share their unit's digest, told apart by their index.
-// Block 0 is the first of its unit.
+// Every stride-th digest of a chain.
 struct DigestRun {
     const uint8_t* first = nullptr;
     int64_t stride_bytes = 32;
-    int64_t count = 0;  // blocks
-    int64_t blocks_per_unit = 1;
+    int64_t count = 0;
 
-    // Key of block i: the digest of the unit it lies in, its last four bytes XOR (blocks that follow it in the unit).
     Digest at(int64_t i) const {
         Digest digest;
-        if (blocks_per_unit == 1) {
-            std::memcpy(digest.bytes, first + i * stride_bytes, 32);
-            return digest;
-        }
-        const int64_t unit = i / blocks_per_unit;
-        std::memcpy(digest.bytes, first + unit * stride_bytes, 32);
-        const auto follow = static_cast<uint32_t>((unit + 1) * blocks_per_unit - 1 - i);
-        for (int byte = 0; byte < 4; ++byte) digest.bytes[28 + byte] ^= static_cast<uint8_t>(follow >> (8 * byte));
+        std::memcpy(digest.bytes, first + i * stride_bytes, 32);
         return digest;
     }
 };

@@ -43,7 +43,7 @@ class Run : public model::Follower {
         else if (dice < 11) acquire();
         else if (dice < 12) adopt_many();
         else if (dice < 16) release();
-        else if (dice < 17) touch_or_keep();
+        else if (dice < 17) keep();
         else if (dice < 18) look_up();
         else if (!below(8)) dice < 19 ? guarantee() : rare();
         compare_counts();
@@ -225,16 +225,11 @@ class Run : public model::Follower {
         arena_.release(g, id, list);
         model_.release(g, id, 1 + list);
     }
-    void touch_or_keep() {
+    void keep() {
         const auto [g, id] = any_keyed();
         if (id == kNone) return;
-        if (!below(3)) {
-            arena_.keep(g, id);
-            model_.cell(g, id).kept = true;
-            return;
-        }
-        arena_.touch(g, id);
-        if (model_.cell(g, id).list) model_.cache(g, id, 1 + Arena::kLru);
+        arena_.keep(g, id);
+        model_.cell(g, id).kept = true;
     }
 
     // ---- the guaranteed request

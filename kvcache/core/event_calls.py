@@ -2,16 +2,55 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
-from kvcache.core.events.labels import GroupLabel, MediaSpan, RequestLabel
-from kvcache.core.events.runs import ClearedRun, RemovedRun, Run, StoredRun
+from kvcache.core.events.labels import GroupLabel, Labels, MediaSpan, RequestLabel
+from kvcache.core.events.records import Event
+from kvcache.core.events.runs import ClearedRun, RemovedRun, Run, StoredRun, to_events
+from kvcache.core.layout import Geometry
 from kvcache.core.media import Media
 from kvcache.core.tier_calls import TierCalls
 
+MAX_CLOSED = 65_536
+"""Closed requests that events may still name; beyond, the oldest lose their names."""
+
 
 class EventCalls(TierCalls):
-    """What `kvcache.core.events` needs of a manager that was made with `events=True`."""
+    """Keys as they come and go, of a manager that was made with `events=True`."""
+
+    def __init__(self, geometry: Geometry, slabs: int, *, events: bool, **settings: int) -> None:
+        super().__init__(geometry, slabs, events=events, **settings)
+        self._events = events
+        self._labels: dict[int, RequestLabel] = {}
+        self._closed: deque[int] = deque()
+        """Closed requests whose events may not have been taken yet."""
+
+    def _label(self, handle: int, label: RequestLabel) -> None:
+        if self._events:
+            self._labels[handle] = label
+
+    def _label_closed(self, handle: int) -> None:
+        if self._events:
+            self._closed.append(handle)
+            while len(self._closed) > MAX_CLOSED:
+                self._labels.pop(self._closed.popleft(), None)
+
+    def take_events(self, *, medium: str = "GPU") -> list[Event]:
+        """KV events since the last call, in order. Empty unless made with `events=True`.
+
+        An `AllBlocksCleared` comes first where events were lost for want of a reader. Salts and
+        names of adapters are told, as vLLM does: whoever reads events may know them. What nobody
+        takes is bounded: the names of 65,536 closed requests, and the runs of `take_runs`.
+        """
+        labels = Labels(
+            groups=self.group_labels(), namespaces=self._namespaces.labels, requests=self._labels
+        )
+        events = to_events(self.take_runs(), labels, medium=medium)
+        while self._closed:
+            self._labels.pop(self._closed.popleft(), None)
+        return events
 
     def take_runs(self) -> list[Run]:
         """Keys that became findable or went since the last call, in order, as runs of blocks.

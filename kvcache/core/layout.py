@@ -133,7 +133,8 @@ class Geometry:
         """Most pages of each group that one request of `tokens` tokens must hold at one time.
 
         Full: every block. Span: what the last grid point behind the request needs, and a grid unit
-        of new blocks; transient ones: what that point and the next token need. State: the newest snapshot, the working state, and the speculative ones.
+        of new blocks; transient ones: what that point and the next token need. State: the newest
+        snapshot, the working state, and the speculative ones.
         A grant that passes more at once takes more pages, and ends sooner where there are none.
         """
         return tuple(_pages_needed(r, tokens, self.grid_tokens) for r in self.rules)

@@ -23,9 +23,7 @@ from numpy.typing import NDArray
 from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError
 from kvcache.core.event_calls import EventCalls, request_label
-from kvcache.core.events.labels import Labels, NamespaceLabel, RequestLabel
-from kvcache.core.events.records import Event
-from kvcache.core.events.runs import to_events
+from kvcache.core.events.labels import RequestLabel
 from kvcache.core.hashing import Fingerprint, as_tokens
 from kvcache.core.layout import Geometry
 from kvcache.core.media import Media, PromptEmbeddings, extras
@@ -92,10 +90,6 @@ class Manager(EventCalls):
         )
         self._group_names = tuple(g.name for g in geometry.groups)
         self._shapes: dict[int, TurnShape] = {}
-        self._events = events
-        self._labels: dict[int, RequestLabel] = {}
-        self._closed: list[int] = []
-        """Closed requests whose events may not have been taken yet."""
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -208,8 +202,7 @@ class Manager(EventCalls):
         self._call(self._lib.kvc_open, args, out)
         handle = int(out[0])
         self._shapes[handle] = shape
-        if self._events:
-            self._labels[handle] = label
+        self._label(handle, label)
         try:
             self._retain(handle, shape)
         except BaseException:
@@ -243,8 +236,7 @@ class Manager(EventCalls):
     def _forget(self, handle: int) -> None:
         self._shapes.pop(handle, None)
         self._chains.pop(handle, None)
-        if self._events:
-            self._closed.append(handle)
+        self._label_closed(handle)
 
     def preempt(self, handle: int) -> None:
         """Take all pages from the request; it waits, and is looked up again later."""
@@ -365,24 +357,6 @@ class Manager(EventCalls):
     def end_step(self, step: int) -> None:
         """The step's writes are done: its keys become hits, pages freed under it are free."""
         self._call(self._lib.kvc_end_step, step)
-
-    # ---- events --------------------------------------------------------------------------------
-
-    def take_events(self, *, medium: str = "GPU") -> list[Event]:
-        """KV events since the last call, in order. Empty unless made with `events=True`.
-
-        An `AllBlocksCleared` comes first where events were lost for want of a reader.
-        """
-        closed, self._closed = self._closed, []
-        names = {
-            number: NamespaceLabel(lora_name=e.lora or None, foreign=e.root if e.foreign else None)
-            for number, e in enumerate(self._namespaces.entries)
-        }
-        labels = Labels(groups=self.group_labels(), namespaces=names, requests=self._labels)
-        events = to_events(self.take_runs(), labels, medium=medium)
-        for handle in closed:
-            self._labels.pop(handle, None)
-        return events
 
     # ---- clearing ------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from kvcache.core.events.labels import NamespaceLabel
 from kvcache.core.hashing import NATIVE_NAMESPACE, Fingerprint, root_digest
 
 KEPT_NAMESPACES = 1024
@@ -28,6 +29,12 @@ class Namespace(NamedTuple):
         """The name in tiers: zeros for native keys, which hold the root anyway."""
         return self.root if self.foreign else NATIVE_NAMESPACE
 
+    @property
+    def label(self) -> NamespaceLabel:
+        """What events say of it."""
+        foreign = self.root if self.foreign else None
+        return NamespaceLabel(lora_name=self.lora or None, salt=self.salt, foreign=foreign)
+
 
 class Namespaces:
     """Numbers for roots. The number of a root never changes while anything uses it.
@@ -43,6 +50,8 @@ class Namespaces:
         self.entries: list[Namespace] = []
         self.outside: list[bytes] = []
         """`entries[n].outside` by number."""
+        self.labels: dict[int, NamespaceLabel] = {}
+        """`entries[n].label` by number."""
         self._unit = hash_unit_tokens
         self._uses = uses
         self._numbers: dict[Namespace, int] = {}
@@ -73,6 +82,7 @@ class Namespaces:
             del self._numbers[self.entries[number]]
             self.entries[number], self.outside[number] = entry, entry.outside
         self._numbers[entry] = number
+        self.labels[number] = entry.label
         return number
 
     def _unused(self) -> int:

@@ -53,7 +53,10 @@ class ReadCalls(NativeManager):
         )
 
     def block_table(self, handle: int, group: int, first: int = 0) -> NDArray[np.int32]:
-        """Pages of a group from block `first` on, a copy; -1 where a span was given up."""
+        """Pages of a group from block `first` on, a copy.
+
+        -1: a span's block that was given up, or one of a transient group that never had a page.
+        """
         return self._read(np.int32, self._lib.kvc_table, handle, group, first)
 
     def draft_holes(self, handle: int, group: int) -> list[int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from kvcache.core import event_calls
 from kvcache.core.events import (
     AllBlocksCleared,
     BlockStored,
@@ -19,6 +20,7 @@ from kvcache.core.events import (
 )
 from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
+from kvcache.core.records import UNLIMITED
 from kvcache.core.specs import FullAttention, LatentAttention, RecurrentState, SlidingWindow
 from kvcache.retention import Dense, Sparse
 
@@ -201,3 +203,38 @@ def test_clearing_one_salt_removes_its_keys_alone() -> None:
     index.apply(events)
     assert len(index) == 2
     assert index.unknown_removals == 0
+
+
+def test_names_of_closed_requests_are_bounded_where_nobody_takes_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_calls, "MAX_CLOSED", 8)
+    manager = Manager(
+        Geometry((FullAttention(name="a", layers=1, kv_heads=1, head_dim=8, block_tokens=4),)),
+        slabs=UNLIMITED,
+        retention=Sparse(),
+        events=True,
+    )
+    for n in range(100):
+        manager.finish(manager.open([n], session=str(n)))
+    assert len(manager._labels) <= 8
+    manager.take_events()
+    assert not manager._labels
+
+
+def test_a_salt_is_told_with_the_first_block() -> None:
+    manager = Manager(
+        Geometry((FullAttention(name="a", layers=1, kv_heads=1, head_dim=8, block_tokens=4),)),
+        slabs=UNLIMITED,
+        retention=Sparse(),
+        events=True,
+    )
+    handle = manager.open(list(range(9)), salt="tenant", session="s")
+    step = manager.begin_step()
+    assert manager.allocate(handle, 9)
+    manager.commit(handle, 9)
+    manager.end_step(step)
+    (stored,) = manager.take_events()
+    assert isinstance(stored, BlockStored)
+    assert stored.extra_keys == (("tenant",), None)
+    assert stored.session_id == "s"

@@ -40,7 +40,7 @@ MEMORY = [
     ),
     Mutant(
         "fresh hit evicted: it counts as space",
-        "csrc/allocate.cpp",
+        "csrc/grant.cpp",
         "        each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });\n"
         "        if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });\n"
         "        counted = oldest;\n"
@@ -192,7 +192,7 @@ MEMORY = [
     ),
     Mutant(
         "a grant without space changes something",
-        "csrc/allocate.cpp",
+        "csrc/grant.cpp",
         "        arena_.rollback();\n        if (adoption) r.tables.clear();\n",
         "        arena_.commit_mark();\n        if (adoption) r.tables.clear();\n",
         (

@@ -1,0 +1,190 @@
+// Taking the pages of a grant. All memory is set aside first, so that running out of it changes nothing.
+#include <algorithm>
+#include <utility>
+
+#include "manager.h"
+
+namespace kvc {
+
+int32_t Manager::take_page(const Request& r, int32_t group) {
+    return r.handle == guaranteed_ ? arena_.take_mine(group) : arena_.take(group);
+}
+
+// A waiting request takes over its hit; pages of it that must be loaded are taken.
+void Manager::start(Request& r, const Adoption& adoption, Point state, Load* load) {
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        const GroupRules& group = rules(g);
+        const auto i = static_cast<size_t>(g);
+        Table& table = r.tables[i];
+        if (group.blocks()) table.first = group.need_begin(adoption.hit) / group.block_tokens;
+        for (const int32_t found : adoption.pages[i]) {
+            const int32_t page = found >= 0 ? found : take_page(r, g);
+            if (found == kHole) r.holes[i].push_back(table.end());
+            (group.state() ? state.pages : table.pages).push_back(page);
+        }
+        if (group.kind == KVC_PRIVATE)
+            for (int32_t n = 0; n < group.request_pages; ++n) table.pages.push_back(take_page(r, g));
+        r.keyed_blocks[i] = group.full() ? table.end() : 0;
+        r.span_pending[i] = r.span_settled[i] = adoption.hit;
+        if (is_declared(r, adoption.hit))
+            for (const int32_t page : adoption.pages[i])
+                if (page >= 0 && !group.full()) arena_.keep(g, page);
+    }
+    if (!state.pages.empty()) r.points.push_back(std::move(state));
+    ++r.run;
+    ++holders_;
+    r.present.clear();
+    r.looked_up = false;
+    r.granted = adoption.hit;
+    r.drafts = 0;
+    r.state = RequestState::kRunning;
+    if (load) start_load(r, adoption, load);
+    else r.computed = r.committed = adoption.hit;
+}
+
+// The table ends at token `end`, and from the first range on exactly these blocks have pages. Those of an uncommitted grant
+// that this one replaces go to other blocks, or back.
+void Manager::grant_blocks(Request& r, int32_t group, std::span<const BlockRange> blocks, int64_t end) {
+    Table& table = r.tables[static_cast<size_t>(group)];
+    const int64_t fresh = rules(group).blocks_upto(r.committed);
+    const int64_t past = std::max(rules(group).blocks_upto(end), table.first);
+    while (table.end() < past) table.pages.push_back(kNoPage);
+    int64_t unwanted = fresh;  // no block before this one has a page to spare
+    size_t range = 0;
+    auto spare = [&] {
+        for (; unwanted < table.end(); ++unwanted) {
+            while (range < blocks.size() && blocks[range].end <= unwanted) ++range;
+            const bool wanted = range < blocks.size() && blocks[range].first <= unwanted;
+            if (!wanted && table.page(unwanted) != kNoPage) return std::exchange(table.at(unwanted), kNoPage);
+        }
+        return kNoPage;
+    };
+    for (const BlockRange& wanted : blocks)
+        for (int64_t b = wanted.first; b < wanted.end; ++b) {
+            if (table.page(b) != kNoPage) continue;
+            const int32_t page = spare();
+            table.at(b) = page != kNoPage ? page : take_page(r, group);
+        }
+    for (int32_t page = spare(); page != kNoPage; page = spare()) unused_.push_back({group, page, Arena::kLru});
+    table.pages.resize(static_cast<size_t>(past - table.first));
+}
+
+// Tables grow to the end; the plan's points get their pages.
+void Manager::grant(Request& r, Demand demand) {
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        if (!rules(g).blocks()) continue;
+        const BlockRange all{rules(g).blocks_upto(demand.start), rules(g).blocks_upto(demand.end)};
+        if (rules(g).transient) grant_blocks(r, g, demand.blocks[static_cast<size_t>(g)], demand.end);
+        else grant_blocks(r, g, {&all, 1}, demand.end);
+    }
+    std::vector<Point>& plan = demand.plan;
+    const std::vector<Point> old = r.plan_open ? std::move(r.plan) : std::vector<Point>{};
+    for (size_t s = 0; s < states_.size(); ++s) {
+        size_t reused = 0;
+        for (size_t i = 0; i < plan.size(); ++i) {
+            int32_t page;
+            if (reused < old.size()) page = old[reused++].pages[s];
+            else if (i == 0 && !r.working.pages.empty()) page = r.working.pages[s];
+            else page = take_page(r, states_[s]);
+            plan[i].pages.push_back(page);
+        }
+        // An uncommitted grant's first page is the working state itself where there is one: it stays.
+        for (size_t i = reused; i < old.size(); ++i)
+            if (i > 0 || r.working.pages.empty()) unused_.push_back({states_[s], old[i].pages[s], Arena::kLru});
+    }
+    for (const Release& dropped : unused_) {  // no step has touched them
+        if (r.handle == guaranteed_) arena_.mine(dropped.group, dropped.page, -1);
+        arena_.release(dropped.group, dropped.page);
+    }
+    unused_.clear();
+    r.plan = std::move(plan);
+    r.plan_open = !r.plan.empty();
+    r.granted = demand.end;
+}
+
+// All memory that the call needs is set aside first, so that running out of it changes nothing. Pages of the hit get their
+// reference before anything is evicted.
+bool Manager::try_grant(Request& r, const Adoption* adoption, Demand demand) {
+    std::vector<int64_t> keys(groups_.size(), 0);
+    if (adoption && adoption->loads) keys = demand.pages;
+    arena_.reserve(demand.classes, keys);
+    if (adoption) {
+        r.tables.assign(groups_.size(), {});
+        r.holes.assign(groups_.size(), {});
+        for (auto* cursors : {&r.keyed_blocks, &r.span_pending, &r.span_settled}) cursors->assign(groups_.size(), 0);
+        r.points.reserve(r.points.size() + 1);
+    }
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        const auto i = static_cast<size_t>(g);
+        const size_t found = adoption ? adoption->pages[i].size() : 0;
+        auto& pages = r.tables[i].pages;
+        int64_t more = demand.pages[i];
+        if (rules(g).transient)  // blocks without a page have their place too
+            more =
+                rules(g).blocks_upto(demand.end) - (adoption ? rules(g).blocks_upto(demand.start) : r.tables[i].end());
+        const size_t wanted = pages.size() + found + static_cast<size_t>(std::max<int64_t>(more, 0));
+        if (!rules(g).state() && wanted > pages.capacity()) pages.reserve(std::max(wanted, 2 * pages.size()));
+        if (rules(g).draft()) r.holes[i].reserve(found);
+    }
+    size_t unused = r.plan.size() * states_.size();
+    for (int32_t g = 0; g < n_groups_; ++g)
+        if (rules(g).blocks())
+            unused += static_cast<size_t>(
+                std::max<int64_t>(r.tables[static_cast<size_t>(g)].end() - rules(g).blocks_upto(demand.start), 0));
+    unused_.reserve(unused);
+    for (Point& point : demand.plan) point.pages.reserve(states_.size());
+    Point state{.position = adoption ? adoption->hit : 0, .pages = {}, .frozen = true, .wanted = state_set_};
+    state.pages.reserve(states_.size());
+    std::vector<int32_t> source;
+    source.reserve(states_.size());
+    if (!r.working.pages.empty()) source = r.working.pages;
+    else if (!r.points.empty()) source = r.points.back().pages;
+    std::unordered_map<int64_t, Load> fresh;
+    if (adoption && adoption->loads) {
+        Load& load = fresh[last_load_ + 1];
+        load.items.reserve(static_cast<size_t>(adoption->loads));
+        load.parents.reserve(static_cast<size_t>(adoption->loads));
+        loads_.reserve(loads_.size() + 1);
+    }
+
+    const bool oldest = r.handle == guaranteed_;
+    int64_t adopted_pages = 0;
+    for (size_t g = 0; adoption && g < groups_.size(); ++g)
+        adopted_pages += static_cast<int64_t>(adoption->pages[g].size());
+    arena_.mark(adopted_pages);
+    bool secured = false, counted = false;
+    auto each_adopted = [&](auto&& visit) {
+        for (int32_t g = 0; adoption && g < n_groups_; ++g)
+            for (const int32_t page : adoption->pages[static_cast<size_t>(g)])
+                if (page >= 0) visit(g, page);
+    };
+    try {
+        each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });
+        if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });
+        counted = oldest;
+        secured = oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes);
+    } catch (...) {
+        if (counted) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, -1); });
+        arena_.rollback();
+        throw;
+    }
+    if (!secured) {
+        if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, -1); });
+        arena_.rollback();
+        if (adoption) r.tables.clear();
+        return false;
+    }
+    arena_.commit_mark();
+    if (adoption) {
+        Load* load = fresh.empty() ? nullptr : &loads_.insert(fresh.extract(fresh.begin())).position->second;
+        start(r, *adoption, std::move(state), load);
+        if (source.empty() && !r.points.empty()) source = r.points.back().pages;
+    }
+    if (!adoption || !adoption->loads) {
+        r.plan_source = std::move(source);
+        grant(r, std::move(demand));
+    }
+    return true;
+}
+
+}  // namespace kvc
