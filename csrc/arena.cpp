@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <utility>
 
 namespace kvc {
 
@@ -136,6 +137,7 @@ inline void Arena::acquire_now(int32_t group, int32_t id) {
     Page& page = page_in(c, id);
     assert(page.refs > 0 || page.list);
     ++page.refs;
+    page.rest = 0;
     if (!page.list) return;
     ++group_of(group).held;
     if (c.k == 1) return unchain(c, page);
@@ -145,7 +147,8 @@ inline void Arena::acquire_now(int32_t group, int32_t id) {
 
 void Arena::log_acquire(int32_t group, int32_t id, bool hit) {
     const Page& page = page_of(group, id);
-    log_.push_back({group, id, static_cast<uint8_t>(page.list), hit && page.hits < kMostHits});
+    log_.push_back(
+        {group, id, static_cast<uint8_t>(page.list), static_cast<uint8_t>(page.rest), hit && page.hits < kMostHits});
     acquire_now(group, id);
 }
 
@@ -164,23 +167,66 @@ void Arena::adopt(int32_t group, int32_t id) {
 bool Arena::pin(int32_t group, int32_t id) {
     Page& page = page_of(group, id);
     if (page.pins == kMostPins) return false;
+    const uint32_t place = page.list ? page.list : page.rest;
     acquire(group, id);
     page.pins = page.pins + 1u;
+    if (page.refs == static_cast<int32_t>(page.pins)) page.rest = place & 3u;
     return true;
 }
 
 void Arena::unpin(int32_t group, int32_t id) {
-    Page& page = page_of(group, id);
+    SizeClass& c = of(class_of(group));
+    Page& page = page_in(c, id);
     assert(page.pins > 0);
     page.pins = page.pins - 1u;
-    release(group, id);
+    if (page.key != Page::kVisible || !page.rest || page.refs > 1) return release(group, id);
+    page.refs = 0;
+    --group_of(group).held;
+    if (c.k > 1) unhold_in_slab(c, id);
+    put_back(c, id, static_cast<List>(page.rest - 1));
+    page.rest = 0;
+}
+
+// The last page of the list that is older. Pages come back in the order of their ages or against it, mostly, so the search
+// starts at the last one that did and, where that is older, at the newest as well.
+int32_t Arena::last_older(const SizeClass& c, List list, uint64_t age) const {
+    int32_t low = c.put_back != kNoPage && page_in(c, c.put_back).list == 1u + list ? c.put_back : kNoPage;
+    int32_t high = c.lists[list].last;
+    if (low != kNoPage && page_in(c, low).age > age) high = std::exchange(low, kNoPage);
+    for (; high != kNoPage && page_in(c, high).age > age; high = page_in(c, high).previous) {
+        if (low == kNoPage) continue;
+        const int32_t next = page_in(c, low).next;
+        if (page_in(c, next).age > age) return low;
+        low = next;
+    }
+    return high;
+}
+
+void Arena::put_back(SizeClass& c, int32_t id, List list) {
+    Head& head = c.lists[list];
+    Page& page = page_in(c, id);
+    const int32_t before = last_older(c, list, page.age);
+    page.list = (1u + list) & 3u;
+    page.previous = before;
+    page.next = before == kNoPage ? head.first : page_in(c, before).next;
+    (before == kNoPage ? head.first : page_in(c, before).next) = id;
+    (page.next == kNoPage ? head.last : page_in(c, page.next).previous) = id;
+    ++head.count;
+    if (c.k > 1) warm(c, id);
+    c.put_back = id;
 }
 
 void Arena::release(int32_t group, int32_t id, List list) {
     SizeClass& c = of(class_of(group));
     Page& page = page_in(c, id);
     assert(page.refs > 0);
-    if (--page.refs) return;
+    if (--page.refs) {  // readers outside do not change its place
+        if (page.refs != static_cast<int32_t>(page.pins) || page.key != Page::kVisible || page.rest) return;
+        page.rest = (1u + list) & 3u;
+        page.age = ++clock_;
+        return;
+    }
+    page.rest = 0;
     --group_of(group).held;
     if (c.k > 1) unhold_in_slab(c, id);
     if (page.key == Page::kVisible) {
@@ -212,6 +258,7 @@ void Arena::rollback() {
         SizeClass& c = of(class_of(undo.group));
         Page& page = page_in(c, undo.id);
         --page.refs;
+        page.rest = undo.rest & 3u;
         if (undo.hit) page.hits = page.hits - 1u;
         if (!undo.list) continue;
         --group_of(undo.group).held;

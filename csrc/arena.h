@@ -109,7 +109,9 @@ class Arena {
     // ---- references
     void acquire(int32_t group, int32_t id);  // one more
     void adopt(int32_t group, int32_t id);    // acquire, counted as a hit
-    bool pin(int32_t group, int32_t id);      // acquire for a reader outside; false: kMostPins reached, nothing done
+    // A reference of a reader outside; false: kMostPins reached, nothing done. It does not change the page's place in the
+    // eviction order: that is where it was, or where the last other reference that went has put it.
+    bool pin(int32_t group, int32_t id);
     void unpin(int32_t group, int32_t id);
     // Drops a reference. The last one frees the page, or caches it as the newest of `list`.
     void release(int32_t group, int32_t id, List list = kLru);
@@ -185,6 +187,7 @@ class Arena {
         std::vector<uint64_t> nonempty;  // a bit for each of these lists
         int32_t mine_slab = 0;           // take_mine: no slab of its before this one has a free page
         int32_t mine_page = kNoPage;     // take_mine: no page before this one in eviction order lies in a slab of its
+        int32_t put_back = kNoPage;      // the last page that came back to its place in a list
 
         int64_t cached() const { return lists[0].count + lists[1].count; }
         int64_t own() const { return free + cached(); }
@@ -217,6 +220,7 @@ class Arena {
         int32_t group;
         int32_t id;
         uint8_t list;
+        uint8_t rest;
         bool hit;
     };
 
@@ -246,6 +250,8 @@ class Arena {
     // arena.cpp: lists and references
     void prepare_to_evict();
     void append(SizeClass& c, int32_t id, List list);
+    int32_t last_older(const SizeClass& c, List list, uint64_t age) const;
+    void put_back(SizeClass& c, int32_t id, List list);
     void unlink(SizeClass& c, int32_t id);
     static void unchain(SizeClass& c, Page& page);
     void acquire_now(int32_t group, int32_t id);

@@ -68,6 +68,8 @@ const char* Arena::check_pages(int32_t size_class) const {
                 return "a page has a wrong reference count";
             if ((page.list != 0) != (page.refs == 0 && page.key == Page::kVisible))
                 return "the lists do not hold exactly the cached pages";
+            if (page.rest && (page.refs == 0 || static_cast<int64_t>(page.pins) != page.refs))
+                return "a page has a place in a list kept for it, though not only pins hold it";
             if (page.key == Page::kPending && page.refs == 0) return "a pending page has no reference";
             if (!owned && (page.refs || page.key != Page::kNone)) return "a page is in use outside its class's slabs";
         }

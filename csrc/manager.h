@@ -6,6 +6,7 @@
 // went), manager.cpp (reading, clear), manager_check.cpp.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -143,7 +144,12 @@ class Manager final : private KeyListener {
     const Step* open_step(int64_t id) const { return const_cast<Manager*>(this)->open_step(id); }
     int32_t check_commit(const Request* r, int64_t handle, int64_t upto) const;
     void commit_points(Request& r, std::vector<Point> plan, int64_t upto, int64_t step);
-    void reserve_settle(const Request& r, int64_t computed, int64_t tokens);
+    struct Room {
+        std::array<int64_t, kMostGroups> keys{};
+        size_t releases = 0;
+    };
+    void reserve_settle(const Request& r, int64_t computed, int64_t tokens, Room* room);
+    void release_guesses(Request& r, int64_t upto);
     void confirm_spans(Request& r);
     bool key_page(const Request& r, int32_t group, int32_t page, const Digest& key, int64_t end, Page::Key visibility);
     void key_state(const Request& r, const Point& point, int32_t group, Page::Key visibility);

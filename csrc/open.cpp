@@ -154,7 +154,8 @@ int32_t Manager::extend(int64_t handle, const int32_t* tokens, int64_t n) {
         return fail(KVC_E_ARGUMENT, "request %lld has foreign keys: extend it by a count", static_cast<L>(handle));
     if (!r->foreign && !tokens && n)
         return fail(KVC_E_ARGUMENT, "request %lld has native keys: extend it by tokens", static_cast<L>(handle));
-    if (r->state == RequestState::kRunning) reserve_settle(*r, r->computed, r->n_tokens + n);
+    Room room;
+    if (r->state == RequestState::kRunning) reserve_settle(*r, r->computed, r->n_tokens + n, &room);
     if (r->foreign) r->n_tokens += n;
     else append_tokens(*r, tokens, n);
     if (r->state == RequestState::kRunning) settle(*r);

@@ -21,6 +21,7 @@ struct alignas(64) Page {
     uint64_t hits : 3 = 0;   // adoptions, saturating
     uint64_t key : 2 = 0;    // Key
     uint64_t kept : 1 = 0;   // declared: keeps its place when superseded
+    uint64_t rest : 2 = 0;   // only pins hold it: 1 + the List in which, by its age, its place is; else 0
     uint32_t ns = 0;
     int32_t refs = 0;
     int32_t previous = kNoPage;

@@ -227,7 +227,9 @@ int32_t Manager::commit(int64_t handle, int64_t upto) {
     std::vector<Point> plan = r->plan;
     r->points.reserve(r->points.size() + plan.size());
     step.entries.reserve(step.entries.size() + 1);
-    step.releases.reserve(step.releases.size() + (r->plan.size() + 1) * states_.size());
+    size_t guessed = (r->plan.size() + 1) * states_.size();
+    for (const Table& table : r->tables) guessed += r->drafts ? table.pages.size() : 0;
+    step.releases.reserve(step.releases.size() + guessed);
     for (int32_t g = 0; g < n_groups_; ++g) {
         const GroupRules& group = rules(g);
         if (group.blocks()) arena_.reserve_keys(g, group.blocks_upto(upto) - r->tables[static_cast<size_t>(g)].first);
@@ -250,27 +252,41 @@ int32_t Manager::commit(int64_t handle, int64_t upto) {
     if (!states_.empty()) commit_points(*r, std::move(plan), upto, step.id);
     step.entries.push_back({handle, r->run, upto});
     r->committed = upto;
-    if (whole_grants_) r->granted = upto;
+    if (r->drafts) release_guesses(*r, upto);
+    if (whole_grants_ || r->drafts) r->granted = upto;
     r->drafts = 0;
     return KVC_OK;
 }
 
-// Memory that settle() needs once so many tokens are computed and known, so that running out of it changes nothing.
-void Manager::reserve_settle(const Request& r, int64_t computed, int64_t tokens) {
+// Blocks of guesses that were wrong: the step may still write them.
+void Manager::release_guesses(Request& r, int64_t upto) {
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        if (!rules(g).blocks()) continue;
+        Table& table = r.tables[static_cast<size_t>(g)];
+        for (; table.end() > std::max(rules(g).blocks_upto(upto), table.first); table.pages.pop_back())
+            if (table.pages.back() != kNoPage) release(r, g, table.pages.back(), Arena::kLru);
+    }
+}
+
+// Adds the memory that settle() needs once so many tokens are computed and known, and makes room for all that was added, so
+// that running out of it changes nothing.
+void Manager::reserve_settle(const Request& r, int64_t computed, int64_t tokens, Room* room) {
     size_t releases = r.points.size() * states_.size();
-    for (const int32_t g : states_) arena_.reserve_keys(g, static_cast<int64_t>(r.points.size()));
+    for (const int32_t g : states_) room->keys[static_cast<size_t>(g)] += static_cast<int64_t>(r.points.size());
     int64_t done = std::min({computed, tokens, r.key_limit});
     for (int32_t g = 0; g < n_groups_; ++g) {
         if (!rules(g).blocks()) continue;
         const Table& table = r.tables[static_cast<size_t>(g)];
         const int64_t keyed = rules(g).full() ? r.keyed_blocks[static_cast<size_t>(g)] : table.first;
-        arena_.reserve_keys(g, std::max<int64_t>(table.end() - keyed, 0));
+        room->keys[static_cast<size_t>(g)] += std::max<int64_t>(table.end() - keyed, 0);
         if (!rules(g).span()) continue;
         releases += table.pages.size();
         done = std::min(done, r.span_settled[static_cast<size_t>(g)]);
     }
     if (!spans_.empty()) kept_between(r, done, std::min({computed, tokens, r.key_limit}), &kept_);
-    if (Step* step = open_step(r.last_step)) step->releases.reserve(step->releases.size() + releases);
+    for (int32_t g = 0; g < n_groups_; ++g) arena_.reserve_keys(g, room->keys[static_cast<size_t>(g)]);
+    room->releases += releases;  // all of them in one step at worst
+    if (Step* step = open_step(r.last_step)) step->releases.reserve(step->releases.size() + room->releases);
 }
 
 int32_t Manager::end_step(int64_t id) {
@@ -279,10 +295,11 @@ int32_t Manager::end_step(int64_t id) {
     if (id != steps_.front().id)
         return fail(KVC_E_STATE, "step %lld must end before step %lld", static_cast<L>(steps_.front().id),
                     static_cast<L>(id));
+    Room room;
     for (const Step::Entry& entry : steps_.front().entries) {
         const Request* r = find(entry.handle);
         if (r && r->run == entry.run && r->state == RequestState::kRunning)
-            reserve_settle(*r, std::max(r->computed, entry.upto), r->n_tokens);
+            reserve_settle(*r, std::max(r->computed, entry.upto), r->n_tokens, &room);
     }
     const Step step = std::move(steps_.front());
     steps_.pop_front();

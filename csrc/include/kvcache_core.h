@@ -224,8 +224,8 @@ enum kvc_blockage_reason {
 int32_t kvc_blockage(kvc_manager* manager, int64_t handle, int32_t* reason);
 
 int32_t kvc_begin_step(kvc_manager* manager, int64_t* step);
-/* The newest open step writes the granted tokens up to `upto` (with STATE or transient groups: the granted end, less
- * any of the drafts). Their keys are pending until kvc_end_step. */
+/* The newest open step writes the granted tokens up to `upto` (with STATE or transient groups: the granted end, less any of
+ * the drafts). Their keys are pending until kvc_end_step. Pages of drafts that are left out come free with the step. */
 int32_t kvc_commit(kvc_manager* manager, int64_t handle, int64_t upto);
 int32_t kvc_end_step(kvc_manager* manager, int64_t step); /* the oldest open step only */
 

@@ -27,7 +27,7 @@ namespace model {
 }
 
 struct Cell {
-    int refs = 0, pins = 0, group = 0, key = 0, number = 0, hits = 0, list = 0;
+    int refs = 0, pins = 0, group = 0, key = 0, number = 0, hits = 0, list = 0, rest = 0;
     uint32_t ns = 0;
     int64_t end = 0;
     uint64_t age = 0;
@@ -126,9 +126,29 @@ class Model {
         x.list = list;
         x.age = ++clock;
     }
+    void acquire(int group, int id, bool pin) {
+        Cell& x = cell(group, id);
+        const int place = x.list ? x.list : x.rest;
+        x.list = 0;
+        ++x.refs;
+        x.pins += pin;
+        x.rest = pin && x.refs == x.pins ? place : 0;
+    }
+    void unpin(int group, int id) {
+        Cell& x = cell(group, id);
+        --x.pins;
+        if (x.refs > 1 || !x.rest || x.key != kvc::Page::kVisible) return release(group, id, 1 + kvc::Arena::kLru);
+        x.refs = 0;
+        x.list = x.rest;  // its age is what it was
+        x.rest = 0;
+    }
     void release(int group, int id, int list) {
         Cell& x = cell(group, id);
-        if (--x.refs) return;
+        if (--x.refs) {
+            if (x.refs == x.pins && x.key == kvc::Page::kVisible && !x.rest) x.rest = list, x.age = ++clock;
+            return;
+        }
+        x.rest = 0;
         if (x.key == kvc::Page::kVisible) cache(group, id, list);
         else remove(class_of[group], id);
     }

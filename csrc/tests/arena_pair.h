@@ -46,19 +46,19 @@ class Pair {
                  &recorder_) {}
 
   protected:
-    // Blocks of `per_unit` to a unit, of units first, first + 1, ...
-    void compare_run(int g, uint32_t ns, int first, int units, int per_unit, int begin, bool allow_pending) {
+    // Keys first, first + 1, ... as a run of digests that do not touch each other in memory.
+    void compare_run(int g, uint32_t ns, int first, int count, int begin, bool allow_pending) {
         const int64_t stride = allow_pending ? 32 : 45;
-        std::vector<uint8_t> digests(static_cast<size_t>(units * stride));
-        for (int u = 0; u < units; ++u)
-            std::memcpy(&digests[static_cast<size_t>(u * stride)], digest_of((first + u) * kPerUnit).bytes, 32);
-        const kvc::DigestRun run{digests.data(), stride, int64_t{units} * per_unit, per_unit};
+        std::vector<uint8_t> digests(static_cast<size_t>(count * stride));
+        for (int i = 0; i < count; ++i)
+            std::memcpy(&digests[static_cast<size_t>(i * stride)], digest_of(first + i).bytes, 32);
+        const kvc::DigestRun run{digests.data(), stride, count};
         int length = 0;
-        std::vector<uint8_t> present(static_cast<size_t>(units * per_unit));
+        std::vector<uint8_t> present(static_cast<size_t>(count));
         arena_.present(g, run, ns, present.data());
         bool running = true;
-        for (int i = 0; i < units * per_unit; ++i) {
-            const int number = (first + i / per_unit) * kPerUnit + per_unit - 1 - i % per_unit;
+        for (int i = 0; i < count; ++i) {
+            const int number = first + i;
             const int id = model_.find(g, number, ns);
             if (arena_.find(g, run.at(i), ns) != id) fail("key %d is not on page %d", number, id);
             const int key = id == kNone ? Page::kNone : model_.cell(g, id).key;
@@ -119,7 +119,8 @@ class Pair {
     }
     static void compare_page(int id, const Page& page, const Cell& x) {
         bool same = page.refs == x.refs && page.pins == static_cast<uint64_t>(x.pins) &&
-                    page.key == static_cast<uint64_t>(x.key) && page.list == static_cast<uint64_t>(x.list);
+                    page.key == static_cast<uint64_t>(x.key) && page.list == static_cast<uint64_t>(x.list) &&
+                    page.rest == static_cast<uint64_t>(x.rest);
         if (x.key)
             same &= number_of(page.digest) == x.number && page.ns == x.ns &&
                     page.group == static_cast<uint64_t>(x.group) && page.hits == static_cast<uint64_t>(x.hits) &&

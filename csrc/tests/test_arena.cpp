@@ -12,7 +12,6 @@ using model::digest_of;
 using model::fail;
 using model::kNone;
 using model::kNumbers;
-using model::kPerUnit;
 using model::Model;
 
 struct Mix {
@@ -160,9 +159,7 @@ class Run : public model::Follower {
         if (pin) arena_.pin(g, id);
         else if (below(2)) arena_.acquire(g, id);
         else arena_.adopt(g, id), x.hits = std::min(x.hits + 1, 7);
-        x.list = 0;
-        ++x.refs;
-        x.pins += pin;
+        model_.acquire(g, id, pin);
         (pin ? pinned_ : held_).push_back({g, id});
     }
     void adopt_many() {
@@ -177,8 +174,7 @@ class Run : public model::Follower {
             const bool hit = below(2);
             hit ? arena_.adopt(g, id) : arena_.acquire(g, id);
             x.hits = std::min(x.hits + hit, 7);
-            x.list = 0;
-            ++x.refs;
+            model_.acquire(g, id, false);
             adopted.push_back({g, id});
         }
         if (below(2)) {
@@ -215,9 +211,8 @@ class Run : public model::Follower {
         const Held held = pop(from, i);
         const auto [g, id] = held;
         if (&from == &pinned_) {
-            --model_.cell(g, id).pins;
             arena_.unpin(g, id);
-            model_.release(g, id, 1 + Arena::kLru);
+            model_.unpin(g, id);
             return;
         }
         if (&from == &mine_) mark_mine(held, -1);
@@ -288,9 +283,9 @@ class Run : public model::Follower {
 
     // ---- looking up
     void look_up() {
-        const int per_unit = 1 << below(3), units = 1 + below(8), first = below(kNumbers / kPerUnit - 8);
+        const int count = 1 + below(32), first = below(kNumbers - 32);
         const auto ns = static_cast<uint32_t>(below(3)) * 1000003u;
-        compare_run(any_group(), ns, first, units, per_unit, below(units * per_unit), below(2));
+        compare_run(any_group(), ns, first, count, below(count), below(2));
     }
 
     std::mt19937_64 random_;

@@ -131,7 +131,10 @@ class Engine(EngineState):
             kept = request.snapshots[g]
             for position in [p for p in kept if p > end]:
                 del kept[position]
-        if self.oracle.whole_grants:
+        if request.drafts and end < request.granted:  # and so are their blocks, once the step ends
+            for g, table in request.tables.items():
+                del table[ceil_div(end, self.oracle.blocks[g]) :]
+        if self.oracle.whole_grants or request.drafts:
             request.granted = end
         self.give_up(request, before)
 

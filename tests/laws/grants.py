@@ -142,7 +142,8 @@ def _check_refusal(engine: Engine, request: Request, before: Before, adopted: se
         if why == "wait":
             assert engine.steps or engine.loads or engine.pinned, "there is nothing to wait for"
     wanted = engine.arena.by_class(before.need)
-    if oldest and not engine.arena.free_choice(request.max_tokens, request.pages(), wanted):
+    holds = adopted.union(request.pages())
+    if oldest and not engine.arena.free_choice(request.max_tokens, holds, wanted):
         return
     held = before.in_use.union(adopted, *engine.touched.values())
     assert not engine.arena.can_take(wanted, held, before.owned), (
