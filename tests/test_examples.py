@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 EMBED = Path("examples") / "embed.py"
+HYBRID = Path("examples") / "hybrid.py"
 
 
 def toy_output(tokens: list[int], count: int) -> list[int]:
@@ -75,3 +76,57 @@ def test_events_keep_the_index_equal_to_the_manager(repo_root: Path) -> None:
     found = re.search(r"the index knows (\d+) keys, the manager holds (\d+)", run.stdout)
     assert found
     assert found[1] == found[2] != "0"
+
+
+def hybrid_output(tokens: list[int], count: int) -> list[int]:
+    """What the hybrid example's engine says if every entry and state is the right one."""
+    tokens = list(tokens)
+    for _ in range(count):
+        entries, state = [t * 31 % 1009 for t in tokens], 0
+        for entry in entries:
+            state = (state * 7 + entry) % 10_007
+        full = sum(v * (i + 1) for i, v in enumerate(entries))
+        tokens.append((full + 3 * sum(entries[-40:]) + state) % 1000)
+    return tokens[-count:]
+
+
+def test_hybrid_gives_the_right_tokens_though_pages_move_and_requests_are_preempted(
+    repo_root: Path,
+) -> None:
+    run = subprocess.run(
+        [sys.executable, str(repo_root / HYBRID)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert run.stderr == ""
+    lines = run.stdout.splitlines()
+    assert len(lines) == 3 + 12 + 1
+    assert "state: pages of 1024 bytes, 1024 apart, 1 to a slab" in lines
+    system = list(range(900, 948))
+    sessions = [[*system, *range(100 * s, 130 * s + 20)] for s in range(4)]
+    for line in lines[3:-1]:
+        found = re.fullmatch(r"turn \d session (\d): (\d+) tokens, the last \[(.*)\]", line)
+        assert found, line
+        history = sessions[int(found[1])]
+        wanted = hybrid_output(history, 20)
+        assert [int(t) for t in found[3].split(",")] == wanted
+        assert int(found[2]) == len(history) + 20
+        history += [*wanted, 7, 8, 9]
+    counts = dict(re.findall(r"([a-z()]+[a-z() ]*): (\d+)", lines[-1]))
+    for what in ("pages moved", "tokens hit", "refused (preempt)", "refused (wait)"):
+        assert int(counts[what]) > 0, lines[-1]
+
+
+def test_hybrid_stands_on_the_public_api_alone(repo_root: Path) -> None:
+    text = (repo_root / HYBRID).read_text()
+    assert set(re.findall(r"^(?:from|import) (\S+)", text, re.MULTILINE)) == {
+        "__future__",
+        "collections",
+        "dataclasses",
+        "numpy",
+        "kvcache",
+    }
+    assert "manager._" not in text
+    assert "assert " not in text
