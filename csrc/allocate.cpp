@@ -152,9 +152,15 @@ int32_t Manager::check_allocate(const Request& r, int64_t n_tokens, int64_t n_dr
     if (r.state == RequestState::kLoading)
         return fail(KVC_E_STATE, "request %lld waits for load %lld: end it first", static_cast<L>(r.handle),
                     static_cast<L>(r.load));
+    if (static_cast<int64_t>(arena_.moves().size()) > most_untaken())
+        return fail(KVC_E_STATE, "%zu moves of pages wait: take them, and copy, after every allocate",
+                    arena_.moves().size());
     if (n_tokens < 0 || n_drafts < 0 || (n_drafts && !n_tokens))
         return fail(KVC_E_ARGUMENT, "a grant of %lld tokens and %lld drafts", static_cast<L>(n_tokens),
                     static_cast<L>(n_drafts));
+    if (n_drafts > kMostDrafts)
+        return fail(KVC_E_ARGUMENT, "%lld drafts: at most %lld fit into one grant", static_cast<L>(n_drafts),
+                    static_cast<L>(kMostDrafts));
     if (n_tokens > r.max_tokens - start || n_drafts > r.max_tokens - start - n_tokens)
         return fail(KVC_E_ARGUMENT,
                     "%lld tokens and %lld drafts from token %lld on were asked for, but max_tokens is %lld: raise it in"

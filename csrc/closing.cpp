@@ -62,11 +62,10 @@ void Manager::collect_spans(Request& r, bool loading) {
             const int64_t end = (b + 1) * block;
             if (!loading && end > last && arena_.page(g, page).key == Page::kPending) arena_.unpublish(g, page);
             int64_t serves = std::max(last, end);
-            for (const Kept& kept : r.kept)  // the lowest declared boundary that reads the block
-                if (kept.declared && kept.position >= end && rules(g).need_begin(kept.position) < end) {
-                    serves = std::min(serves, kept.position);
-                    break;
-                }
+            auto at = std::ranges::lower_bound(r.kept, end, {}, &Kept::position);
+            while (at != r.kept.end() && !at->declared) ++at;
+            if (at != r.kept.end() && rules(g).need_begin(at->position) < end)  // the lowest one that reads the block
+                serves = std::min(serves, at->position);
             filed_.push_back({loading ? r.granted : serves, {g, page, Arena::kLru}});
         }
     }
@@ -82,17 +81,20 @@ void Manager::collect_touched(Request& r) {
         if (r.handle == guaranteed_) arena_.mine(g, page, +1);
         filed_.push_back({position, {g, page, Arena::kLru}});
     };
+    int64_t below = 0;  // the declared boundary before: its blocks were looked at
     for (const Kept& kept : r.kept) {
-        if (!kept.declared || kept.position > r.settled()) continue;
+        if (kept.position > r.settled()) break;
+        if (!kept.declared) continue;
         for (const int32_t g : states_)
             if (const Digest* key = digest_at(r, kept.position)) touch(g, *key, kept.position);
         for (const int32_t g : spans_) {
             const int64_t block = rules(g).block_tokens;
+            const int64_t begin = std::max(rules(g).need_begin(kept.position), below);
             Digest key;
-            for (int64_t b = kept.position / block - 1; b >= 0 && (b + 1) * block > rules(g).need_begin(kept.position);
-                 --b)
+            for (int64_t b = kept.position / block - 1; b >= 0 && (b + 1) * block > begin; --b)
                 if (!rules(g).draft() && block_key(r, g, b, &key)) touch(g, key, kept.position);
         }
+        below = kept.position;
     }
 }
 
@@ -134,12 +136,16 @@ void Manager::reserve_drop(const Request& r) {
     if (r.state == RequestState::kWaiting) return;
     size_t pages = (r.points.size() + r.plan.size() + 1) * states_.size();
     for (const Table& table : r.tables) pages += table.pages.size();
-    for (const Kept& kept : r.kept) {
+    int64_t below = 0;
+    for (const Kept& kept : r.kept) {  // what collect_touched() looks at
+        if (kept.position > r.settled()) break;
         if (!kept.declared) continue;
         pages += states_.size();
-        for (const int32_t g : spans_)
-            pages +=
-                static_cast<size_t>((kept.position - rules(g).need_begin(kept.position)) / rules(g).block_tokens + 1);
+        for (const int32_t g : spans_) {
+            const int64_t begin = std::max(rules(g).need_begin(kept.position), below);
+            pages += static_cast<size_t>((kept.position - begin) / rules(g).block_tokens + 1);
+        }
+        below = kept.position;
     }
     filed_.reserve(pages);
     for (const int32_t g : states_) arena_.reserve_keys(g, 1);

@@ -7,8 +7,11 @@
 namespace kvc {
 
 namespace {
-constexpr size_t kMostEventKeys = size_t{1} << 20;  // waiting to be taken
-}
+// Waiting to be taken.
+constexpr size_t kMostEventKeys = size_t{1} << 20;
+constexpr size_t kMostEventTokens = size_t{1} << 25;
+constexpr size_t kMostEventRuns = size_t{1} << 20;
+}  // namespace
 
 bool Manager::continues(const kvc_event_run& last, const kvc_event_run& head) const {
     if (last.kind != head.kind || last.group != head.group || last.ns != head.ns) return false;
@@ -21,8 +24,10 @@ bool Manager::continues(const kvc_event_run& last, const kvc_event_run& head) co
 void Manager::push_event(const kvc_event_run& head, const uint8_t* key, const int32_t* tokens) {
     if (!events_) return;
     try {
-        if (run_keys_.size() / 32 >= kMostEventKeys) throw std::bad_alloc();
         const auto n_tokens = static_cast<size_t>(head.n_tokens);
+        if (run_keys_.size() / 32 >= kMostEventKeys || run_tokens_.size() + n_tokens > kMostEventTokens ||
+            runs_.size() >= kMostEventRuns)
+            throw std::bad_alloc();
         auto grow = [](auto& list, size_t n) {
             if (list.size() + n > list.capacity()) list.reserve(std::max(list.size() + n, 2 * list.size()));
         };

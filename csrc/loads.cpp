@@ -113,11 +113,15 @@ int32_t Manager::end_load(int64_t id, const uint8_t* ok, int64_t n) {
 
 // ---- what tiers store -----------------------------------------------------------------------------------------------
 
+// So much may wait to be taken: two rounds over all pages.
+int64_t Manager::most_untaken() const {
+    const int32_t k = *std::max_element(pages_per_slab_.begin(), pages_per_slab_.end());
+    return std::max<int64_t>(2 * arena_.created_slabs() * k, 64);
+}
+
 void Manager::push_keyed(int64_t handle, int32_t group, int32_t page) {
     if (!journal_) return;
-    int64_t created = 0;
-    for (const int32_t k : pages_per_slab_) created = std::max(created, arena_.created_slabs() * k);
-    if (static_cast<int64_t>(keyed_.size()) >= std::max<int64_t>(2 * created, 64)) {
+    if (static_cast<int64_t>(keyed_.size()) >= most_untaken()) {
         keyed_.pop_front();
         ++keyed_dropped_;
     }
@@ -167,8 +171,8 @@ int32_t Manager::unpin(int32_t group, const int32_t* pages, int64_t n) {
     if (n < 0) return fail(KVC_E_ARGUMENT, "%lld pages to unpin", static_cast<L>(n));
     std::unordered_map<int32_t, int64_t> times;
     for (int64_t i = 0; i < n; ++i) {
-        const int64_t pins =
-            arena_.contains(group, pages[i]) ? static_cast<int64_t>(arena_.page(group, pages[i]).pins) : 0;
+        const bool its = arena_.contains(group, pages[i]) && arena_.page(group, pages[i]).group == uint64_t(group);
+        const int64_t pins = its ? static_cast<int64_t>(arena_.page(group, pages[i]).pins) : 0;
         if (++times[pages[i]] > pins)
             return fail(KVC_E_STATE, "page %d of group %d is pinned %lld times, not %lld: nothing was unpinned",
                         pages[i], group, static_cast<L>(pins), static_cast<L>(times[pages[i]]));

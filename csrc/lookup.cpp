@@ -88,6 +88,7 @@ int64_t Manager::sparse_hit(const Request& r, int64_t from, unsigned sources) co
 }
 
 Manager::Walk Manager::longest(const Request& r, unsigned sources, int64_t limit) const {
+    if (full_.empty() && !sparse_votes_) return {0, 0};  // nothing is kept that a hit could be made of
     int64_t full = std::min(limit, known_tokens(r) / grid_ * grid_);
     for (const int32_t group : full_) full = std::min(full, full_hit(r, group, full, sources));
     return {full, sparse_votes_ ? sparse_hit(r, full, sources) : full};

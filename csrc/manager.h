@@ -178,6 +178,7 @@ class Manager final : private KeyListener {
 
     // loads.cpp
     void detach_load(Request& r);
+    int64_t most_untaken() const;
     void push_keyed(int64_t handle, int32_t group, int32_t page);
 
     // events.cpp

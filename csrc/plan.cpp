@@ -14,16 +14,17 @@ void sort_by_position(std::vector<T>* items) {
 }  // namespace
 
 bool Manager::is_declared(const Request& r, int64_t position) const {
-    return std::any_of(r.kept.begin(), r.kept.end(),
-                       [&](const Kept& kept) { return kept.position == position && kept.declared; });
+    const auto at = std::ranges::lower_bound(r.kept, position, {}, &Kept::position);
+    return at != r.kept.end() && at->position == position && at->declared;
 }
 
 // What the policy keeps in (start, end], ascending: the positions that it named, and every group's multiples.
 void Manager::kept_between(const Request& r, int64_t start, int64_t end, std::vector<Kept>* out) const {
     std::vector<Kept>& all = *out;
     all.clear();
-    for (const Kept& kept : r.kept)
-        if (kept.position > start && kept.position <= end) all.push_back(kept);
+    for (auto at = std::ranges::upper_bound(r.kept, start, {}, &Kept::position);
+         at != r.kept.end() && at->position <= end; ++at)
+        all.push_back(*at);
     for (int32_t g = 0; g < n_groups_; ++g) {
         const int64_t interval = r.intervals[static_cast<size_t>(g)];
         const auto first = std::find(r.intervals.begin(), r.intervals.begin() + g, interval);

@@ -15,6 +15,7 @@ namespace kvc {
 inline constexpr int64_t kMostTokens = int64_t{1} << 47;
 
 inline constexpr int64_t kMostStops = int64_t{1} << 24;  // of one plan
+inline constexpr int64_t kMostDrafts = 1024;             // of one grant
 
 inline constexpr int32_t kHole = -2;  // a block of a hit that a draft group lacks
 
