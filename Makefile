@@ -27,7 +27,7 @@ VLLM_TESTS = $(shell grep -rl --include='test_*.py' KVCACHE_VLLM_PYTHON tests)
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
 
 demo: $(READY) $(MODEL)  ## play multi-turn sessions on a small model (options: ARGS="...")
 	@$(BIN)/kvcache demo $(ARGS)

@@ -19,7 +19,7 @@ import kvcache
 BUILD_SECONDS = 240
 LINKED = ("connectors", "retention", "bench")
 IGNORED = shutil.ignore_patterns(
-    ".git", ".venv", "build", "dist", "__pycache__", ".*_cache", ".hypothesis"
+    ".git", ".venv*", "build", "dist", "__pycache__", ".*_cache", ".hypothesis"
 )
 
 pytestmark = pytest.mark.timeout(600)  # a build and an installation may wait for the network
@@ -223,7 +223,7 @@ def other_pythons() -> list[Path]:
         kept = sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python3.{minor}"))
         named = shutil.which(f"python3.{minor}")
         for path in [*kept, *([Path(named)] if named else [])]:
-            program = "import sys, venv; print(sys.version_info[1])"
+            program = "import sys, ensurepip, venv; print(sys.version_info[1])"
             done = subprocess.run(
                 [path, "-c", program], capture_output=True, text=True, check=False, timeout=60
             )
@@ -236,10 +236,16 @@ def doctor_in_fresh_environment(
     interpreter: Path, wheel: Path, folder: Path, require: Require
 ) -> dict[str, dict[str, str]]:
     """Installs the wheel as a user would and runs `kvcache doctor` without a compiler on PATH."""
-    subprocess.run([interpreter, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
-    inside = folder / "bin" / "python"
-    pip = ("-m", "pip", "--disable-pip-version-check", "--python", inside, "install")
-    done = python(*pip, "--quiet", "--no-compile", "--only-binary", ":all:", wheel)
+    subprocess.run([interpreter, "-m", "venv", folder], check=True, timeout=120)
+    # The environment's own pip: an older one of this interpreter may not run under a newer Python.
+    pip = (folder / "bin" / "python", "-I", "-m", "pip", "--disable-pip-version-check", "install")
+    done = subprocess.run(
+        [*pip, "--quiet", "--no-compile", "--only-binary", ":all:", wheel],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=BUILD_SECONDS,
+    )
     if done.returncode != 0:
         require("packages", f"pip cannot install the wheel: {done.stderr[-1000:]}")
     bare = {"PATH": str(folder / "bin"), "HOME": str(folder)}
