@@ -102,37 +102,69 @@ void Manager::grant(Request& r, Demand demand) {
     r.granted = demand.end;
 }
 
-// All memory that the call needs is set aside first, so that running out of it changes nothing. Pages of the hit get their
-// reference before anything is evicted.
-bool Manager::try_grant(Request& r, const Adoption* adoption, Demand demand) {
+// All memory that a grant needs, so that running out of it changes nothing.
+void Manager::reserve_grant(Request& r, const Adoption* adoption, Demand* demand) {
     std::vector<int64_t> keys(groups_.size(), 0);
-    if (adoption && adoption->loads) keys = demand.pages;
-    arena_.reserve(demand.classes, keys);
+    if (adoption && adoption->loads) keys = demand->pages;
+    arena_.reserve(demand->classes, keys);
     if (adoption) {
         r.tables.assign(groups_.size(), {});
         r.holes.assign(groups_.size(), {});
         for (auto* cursors : {&r.keyed_blocks, &r.span_pending, &r.span_settled}) cursors->assign(groups_.size(), 0);
         r.points.reserve(r.points.size() + 1);
     }
+    size_t unused = r.plan.size() * states_.size();
     for (int32_t g = 0; g < n_groups_; ++g) {
+        const GroupRules& group = rules(g);
         const auto i = static_cast<size_t>(g);
         const size_t found = adoption ? adoption->pages[i].size() : 0;
-        auto& pages = r.tables[i].pages;
-        int64_t more = demand.pages[i];
-        if (rules(g).transient)  // blocks without a page have their place too
-            more =
-                rules(g).blocks_upto(demand.end) - (adoption ? rules(g).blocks_upto(demand.start) : r.tables[i].end());
-        const size_t wanted = pages.size() + found + static_cast<size_t>(std::max<int64_t>(more, 0));
-        if (!rules(g).state() && wanted > pages.capacity()) pages.reserve(std::max(wanted, 2 * pages.size()));
-        if (rules(g).draft()) r.holes[i].reserve(found);
+        Table& table = r.tables[i];
+        int64_t more = demand->pages[i];
+        if (group.transient)  // blocks without a page have their place too
+            more = group.blocks_upto(demand->end) - (adoption ? group.blocks_upto(demand->start) : table.end());
+        const size_t wanted = table.pages.size() + found + static_cast<size_t>(std::max<int64_t>(more, 0));
+        if (!group.state() && wanted > table.pages.capacity())
+            table.pages.reserve(std::max(wanted, 2 * table.pages.size()));
+        if (group.draft()) r.holes[i].reserve(found);
+        if (group.blocks())
+            unused += static_cast<size_t>(std::max<int64_t>(table.end() - group.blocks_upto(demand->start), 0));
     }
-    size_t unused = r.plan.size() * states_.size();
-    for (int32_t g = 0; g < n_groups_; ++g)
-        if (rules(g).blocks())
-            unused += static_cast<size_t>(
-                std::max<int64_t>(r.tables[static_cast<size_t>(g)].end() - rules(g).blocks_upto(demand.start), 0));
     unused_.reserve(unused);
-    for (Point& point : demand.plan) point.pages.reserve(states_.size());
+    for (Point& point : demand->plan) point.pages.reserve(states_.size());
+}
+
+// References on the pages of the hit, before anything is evicted, and space for the new ones; or nothing at all.
+bool Manager::secure_grant(const Request& r, const Adoption* adoption, const Demand& demand) {
+    const bool oldest = r.handle == guaranteed_;
+    auto each_adopted = [&](auto&& visit) {
+        for (int32_t g = 0; adoption && g < n_groups_; ++g)
+            for (const int32_t page : adoption->pages[static_cast<size_t>(g)])
+                if (page >= 0) visit(g, page);
+    };
+    int64_t adopted = 0;
+    each_adopted([&](int32_t, int32_t) { ++adopted; });
+    arena_.mark(adopted);
+    auto undo = [&] {
+        if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, -1); });
+        arena_.rollback();
+    };
+    each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });
+    if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });
+    try {
+        if (oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes)) {
+            arena_.commit_mark();
+            return true;
+        }
+    } catch (...) {
+        undo();
+        throw;
+    }
+    undo();
+    return false;
+}
+
+bool Manager::try_grant(Request& r, const Adoption* adoption, Demand demand) {
+    reserve_grant(r, adoption, &demand);
     Point state{.position = adoption ? adoption->hit : 0, .pages = {}, .frozen = true, .wanted = state_set_};
     state.pages.reserve(states_.size());
     std::vector<int32_t> source;
@@ -146,35 +178,10 @@ bool Manager::try_grant(Request& r, const Adoption* adoption, Demand demand) {
         load.parents.reserve(static_cast<size_t>(adoption->loads));
         loads_.reserve(loads_.size() + 1);
     }
-
-    const bool oldest = r.handle == guaranteed_;
-    int64_t adopted_pages = 0;
-    for (size_t g = 0; adoption && g < groups_.size(); ++g)
-        adopted_pages += static_cast<int64_t>(adoption->pages[g].size());
-    arena_.mark(adopted_pages);
-    bool secured = false, counted = false;
-    auto each_adopted = [&](auto&& visit) {
-        for (int32_t g = 0; adoption && g < n_groups_; ++g)
-            for (const int32_t page : adoption->pages[static_cast<size_t>(g)])
-                if (page >= 0) visit(g, page);
-    };
-    try {
-        each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });
-        if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });
-        counted = oldest;
-        secured = oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes);
-    } catch (...) {
-        if (counted) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, -1); });
-        arena_.rollback();
-        throw;
-    }
-    if (!secured) {
-        if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, -1); });
-        arena_.rollback();
+    if (!secure_grant(r, adoption, demand)) {
         if (adoption) r.tables.clear();
         return false;
     }
-    arena_.commit_mark();
     if (adoption) {
         Load* load = fresh.empty() ? nullptr : &loads_.insert(fresh.extract(fresh.begin())).position->second;
         start(r, *adoption, std::move(state), load);

@@ -129,6 +129,8 @@ class Manager final : private KeyListener {
     Demand fitting_demand(const Request& r, const Adoption* adoption, int64_t start, int64_t end, int64_t sure) const;
     int64_t slabs_after(const Request& r, const Adoption* adoption, const Demand& demand) const;
     int32_t check_allocate(const Request& r, int64_t n_tokens, int64_t n_drafts, int64_t start) const;
+    void reserve_grant(Request& r, const Adoption* adoption, Demand* demand);
+    bool secure_grant(const Request& r, const Adoption* adoption, const Demand& demand);
     bool try_grant(Request& r, const Adoption* adoption, Demand demand);
     int32_t no_space(Request& r);
     bool alone(const Request& r) const;

@@ -22,7 +22,7 @@ def test_a_page_is_unpinned_through_the_group_that_it_was_pinned_for() -> None:
     keyed = m.take_keyed()
     of_a = keyed[keyed["group"] == 0]
     m.pin(of_a)
-    with pytest.raises(MisuseError, match="page .* of group 1 is pinned 0 times"):
+    with pytest.raises(MisuseError, match=r"page .* of group 1 is pinned 0 times"):
         m.unpin(1, of_a["page"])
     m.check()
     m.unpin(0, of_a["page"])

@@ -41,14 +41,14 @@ MEMORY = [
     Mutant(
         "fresh hit evicted: it counts as space",
         "csrc/grant.cpp",
-        "        each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });\n"
-        "        if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });\n"
-        "        counted = oldest;\n"
-        "        secured = oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes);\n",
-        "        secured = oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes);\n"
-        "        each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });\n"
-        "        if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });\n"
-        "        counted = oldest;\n",
+        "    each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });\n"
+        "    if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });\n"
+        "    try {\n"
+        "        if (oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes)) {\n",
+        "    if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });\n"
+        "    try {\n"
+        "        if (oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes)) {\n"
+        "            each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });\n",
         (LAW + "19_fresh_hits.py::test_law_19_what_a_lookup_found_is_what_the_grant_after_it_has",),
     ),
     Mutant(
@@ -193,8 +193,8 @@ MEMORY = [
     Mutant(
         "a grant without space changes something",
         "csrc/grant.cpp",
-        "        arena_.rollback();\n        if (adoption) r.tables.clear();\n",
-        "        arena_.commit_mark();\n        if (adoption) r.tables.clear();\n",
+        "    undo();\n    return false;\n",
+        "    arena_.commit_mark();\n    return false;\n",
         (
             LAW + "13_counting.py"
             "::test_law_13_no_space_is_said_only_where_pages_lack_and_changes_nothing",
