@@ -45,7 +45,7 @@ from kvcache.connectors.base import (
 )
 from kvcache.connectors.event_stream import TierStream
 from kvcache.connectors.offload_records import Faults, Load, Reach
-from kvcache.core.errors import ConfigError, InvariantError
+from kvcache.core.errors import ConfigError, InvariantError, MisuseError
 from kvcache.core.events.records import Event
 from kvcache.core.manager import Manager
 from kvcache.core.records import Grant, Hit
@@ -86,6 +86,10 @@ class Offload:
         groups = manager.geometry.groups
         if len(regions) != len(groups):
             raise ConfigError(f"{len(regions)} regions for {len(groups)} groups: give one each")
+        if not manager.keeps_journal:
+            raise ConfigError(
+                "Offload stores what the manager's journal tells: make it with Manager(journal=True)"
+            )
         slabs, geometry = manager.arena_stats().slabs, manager.geometry
         for group, (spec, region) in enumerate(zip(groups, regions, strict=True)):
             pages = slabs * geometry.pages_per_slab[geometry.class_of_group[group]]
@@ -364,10 +368,16 @@ class Offload:
         """KV events of device and tier since the last call, in order: in place of the manager's.
 
         The device's have the medium `GPU`, the tier's the connector's, with tokens and parents
-        where the manager tells events too. Empty unless manager and connector were made with
-        `events`.
+        where the manager tells events too.
+
+        Raises:
+            MisuseError: neither manager nor connector was made with `events`.
         """
-        device = self.manager.take_events()
+        if not (self.manager.reports_events or self._scheduler.reports_events):
+            raise MisuseError(
+                "neither manager nor connector keeps events: make them with events=True"
+            )
+        device = self.manager.take_events() if self.manager.reports_events else []
         if not self._scheduler.reports_events:
             return device
         return self._stream.join(device, self._scheduler.take_events())

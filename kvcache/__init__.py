@@ -38,9 +38,12 @@ _LAZY = {
     "PoolingState": "kvcache.core.specs",
     "PromptEmbeddings": "kvcache.core.media",
     "RecurrentState": "kvcache.core.specs",
+    "RetentionPlan": "kvcache.retention",
+    "RetentionPolicy": "kvcache.retention",
     "RingBuffer": "kvcache.core.specs",
     "SlidingWindow": "kvcache.core.specs",
     "Sparse": "kvcache.retention",
+    "TurnShape": "kvcache.retention",
     "UNLIMITED": "kvcache.core.records",
 }
 
@@ -79,7 +82,13 @@ if TYPE_CHECKING:
         RingBuffer as RingBuffer,
         SlidingWindow as SlidingWindow,
     )
-    from kvcache.retention import Dense as Dense, Sparse as Sparse
+    from kvcache.retention import (
+        Dense as Dense,
+        RetentionPlan as RetentionPlan,
+        RetentionPolicy as RetentionPolicy,
+        Sparse as Sparse,
+        TurnShape as TurnShape,
+    )
 
 
 def __getattr__(name: str) -> object:

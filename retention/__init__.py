@@ -5,6 +5,7 @@ if not __name__.startswith("kvcache."):
         "import kvcache.retention, not retention: the folder is part of the kvcache package"
     )
 
+from kvcache.core.retain import RetentionPlan, RetentionPolicy, TurnShape
 from kvcache.retention.policy import Dense, Sparse
 
-__all__ = ["Dense", "Sparse"]
+__all__ = ["Dense", "RetentionPlan", "RetentionPolicy", "Sparse", "TurnShape"]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from kvcache.core.errors import ConfigError
 from kvcache.core.retain import RetentionPlan, TurnShape
+from kvcache.core.values import shown, text, whole
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,14 @@ class Sparse:
     group_intervals: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for interval in (self.interval_tokens, *self.group_intervals.values()):
-            if interval < 0:
-                raise ConfigError(
-                    f"Sparse has an interval of {interval} tokens: it must be 0 or a multiple of"
-                    " the hit grid"
-                )
+        _check_interval(self.interval_tokens, "Sparse.interval_tokens")
+        if not isinstance(self.group_intervals, Mapping):
+            raise ConfigError(
+                f"Sparse.group_intervals is {shown(self.group_intervals)}: give a mapping from"
+                " names of groups to tokens"
+            )
+        for name, interval in self.group_intervals.items():
+            _check_interval(interval, f"Sparse.group_intervals[{shown(text(name, 'a group'))}]")
 
     def plan(self, shape: TurnShape) -> RetentionPlan:
         """Declared boundaries and junctions are declared; the replay boundary may be superseded."""
@@ -69,6 +72,11 @@ class Sparse:
         positions = sorted(declared | ({replay} if replay else set()))
         intervals = [self.group_intervals.get(g, self.interval_tokens) for g in shape.groups]
         return RetentionPlan(intervals, positions, [p in declared for p in positions])
+
+
+def _check_interval(interval: int, what: str) -> None:
+    if whole(interval, what) < 0:
+        raise ConfigError(f"{what} is {interval}: it must be 0 or a multiple of the hit grid")
 
 
 def _declared(shape: TurnShape) -> list[int]:

@@ -40,7 +40,10 @@ def flat(values: npt.ArrayLike, dtype: npt.DTypeLike, what: str) -> NDArray[Any]
 
 def keys(values: npt.ArrayLike, what: str) -> NDArray[np.uint8]:
     """Digests `[n, 32]` of bytes; `ConfigError` for any other shape or type."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{what} cannot be made an array: {error}") from error
     if array.ndim != 2 or array.shape[1] != 32 or array.dtype != np.uint8:
         raise ConfigError(f"{what} is {array.dtype} of shape {array.shape}: expected uint8 [n, 32]")
     return array

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
+from kvcache.core.errors import MisuseError
 from kvcache.core.events.labels import GroupLabel, Labels, MediaSpan, RequestLabel
 from kvcache.core.events.records import Event
 from kvcache.core.events.runs import ClearedRun, RemovedRun, Run, StoredRun, to_events
 from kvcache.core.layout import Geometry
 from kvcache.core.media import Media
 from kvcache.core.tier_calls import TierCalls
+from kvcache.core.values import text
 
 MAX_CLOSED = 65_536
 """Closed requests that events may still name; beyond, the oldest lose their names."""
@@ -22,7 +25,7 @@ class EventCalls(TierCalls):
 
     def __init__(self, geometry: Geometry, slabs: int, *, events: bool, **settings: int) -> None:
         super().__init__(geometry, slabs, events=events, **settings)
-        self._events = events
+        self._events = bool(events)
         self._labels: dict[int, RequestLabel] = {}
         self._closed: deque[int] = deque()
         """Closed requests whose events may not have been taken yet."""
@@ -37,13 +40,22 @@ class EventCalls(TierCalls):
             while len(self._closed) > MAX_CLOSED:
                 self._labels.pop(self._closed.popleft(), None)
 
+    @property
+    def reports_events(self) -> bool:
+        """Whether it was made with `events=True`."""
+        return self._events
+
     def take_events(self, *, medium: str = "GPU") -> list[Event]:
-        """KV events since the last call, in order. Empty unless made with `events=True`.
+        """KV events since the last call, in order.
 
         An `AllBlocksCleared` comes first where events were lost for want of a reader. Salts and
         names of adapters are told, as vLLM does: whoever reads events may know them. What nobody
         takes is bounded: the names of 65,536 closed requests, and the runs of `take_runs`.
+
+        Raises:
+            MisuseError: the manager was made without `events=True`.
         """
+        text(medium, "medium")
         labels = Labels(
             groups=self.group_labels(), namespaces=self._namespaces.labels, requests=self._labels
         )
@@ -57,7 +69,12 @@ class EventCalls(TierCalls):
 
         A `ClearedRun` first: events were lost, because nobody took them. What follows is right,
         and what was stored before it is not told again.
+
+        Raises:
+            MisuseError: the manager was made without `events=True`.
         """
+        if not self._events:
+            raise MisuseError("this manager keeps no events: make it with Manager(events=True)")
         ffi, lib = self._ffi, self._lib
         sizes = [ffi.new("int64_t*") for _ in range(3)]
         self._call(lib.kvc_event_sizes, *sizes)
@@ -101,7 +118,7 @@ class EventCalls(TierCalls):
         ]
 
 
-def request_label(session: str, media: tuple[Media, ...]) -> RequestLabel:
+def request_label(session: str, media: Sequence[Media]) -> RequestLabel:
     """What events say of a request beside its keys."""
     spans = tuple(MediaSpan(m.identifier, m.offset_tokens, m.length_tokens) for m in media)
-    return RequestLabel(session or None, spans)
+    return RequestLabel(text(session, "session") or None, spans)

@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError
+from kvcache.core.values import MOST, digest, text, whole
 
 ROOT_DOMAIN = b"kvcache/root/1"
 NATIVE_NAMESPACE = bytes(32)
+MAX_EPOCH = MOST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,14 @@ class Fingerprint:
     position_scheme: str = ""
     secret: bytes = field(default=b"", repr=False)
 
+    def __post_init__(self) -> None:
+        for name in ("model", "kv_dtype", "position_scheme"):
+            text(getattr(self, name), f"Fingerprint.{name}")
+        epoch = whole(self.weights_epoch, "Fingerprint.weights_epoch", least=0, most=MAX_EPOCH)
+        object.__setattr__(self, "weights_epoch", epoch)
+        if not isinstance(self.secret, bytes):
+            raise ConfigError(f"Fingerprint.secret is a {type(self.secret).__name__}: give bytes")
+
 
 def root_digest(
     fingerprint: Fingerprint,
@@ -47,25 +57,22 @@ def root_digest(
 
     Fields are length-prefixed, so that no two field lists have one encoding.
     """
-    try:
-        fields = [
-            fingerprint.model.encode(),
-            str(fingerprint.weights_epoch).encode(),
-            fingerprint.kv_dtype.encode(),
-            fingerprint.position_scheme.encode(),
-            fingerprint.secret,
-            str(hash_unit_tokens).encode(),
-            lora.encode(),
-            salt.encode(),
-        ]
-        if lora_version:
-            fields.append(lora_version.encode())
-    except (AttributeError, UnicodeEncodeError) as error:
-        raise ConfigError(f"salt, lora and fingerprint must be valid text: {error}") from error
-    digest = hashlib.sha256(ROOT_DOMAIN)
-    for text in fields:
-        digest.update(len(text).to_bytes(8, "little") + text)
-    return digest.digest()
+    fields = [
+        fingerprint.model.encode(),
+        str(fingerprint.weights_epoch).encode(),
+        fingerprint.kv_dtype.encode(),
+        fingerprint.position_scheme.encode(),
+        fingerprint.secret,
+        str(hash_unit_tokens).encode(),
+        text(lora, "lora").encode(),
+        text(salt, "salt").encode(),
+    ]
+    if lora_version:
+        fields.append(text(lora_version, "lora_version").encode())
+    root = hashlib.sha256(ROOT_DOMAIN)
+    for raw in fields:
+        root.update(len(raw).to_bytes(8, "little") + raw)
+    return root.digest()
 
 
 def as_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
@@ -77,10 +84,8 @@ def hash_chain(
     parent: bytes, tokens: NDArray[np.int32], block_tokens: int, *, path: int = 0
 ) -> NDArray[np.uint8]:
     """Digests `[n_blocks, 32]` of the full blocks. `path`: 0 best, 1 portable, 2 SHA-NI."""
-    if len(parent) != 32:
-        raise ConfigError(f"parent has {len(parent)} bytes: a digest has 32")
-    if block_tokens < 1:
-        raise ConfigError(f"block_tokens is {block_tokens}: it must be above 0")
+    parent = digest(parent, "parent")
+    block_tokens = whole(block_tokens, "block_tokens", least=1)
     ffi, lib = native.load()
     array = as_tokens(tokens)
     blocks = len(array) // block_tokens

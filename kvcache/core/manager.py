@@ -14,15 +14,15 @@ writes are pending: never a hit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core import arrays, native
+from kvcache.core.clear_calls import ClearCalls
 from kvcache.core.errors import ConfigError
-from kvcache.core.event_calls import EventCalls, request_label
+from kvcache.core.event_calls import request_label
 from kvcache.core.events.labels import RequestLabel
 from kvcache.core.hashing import Fingerprint, as_tokens
 from kvcache.core.layout import Geometry
@@ -34,10 +34,11 @@ from kvcache.core.records import (
     Grant,
     Hit,
 )
-from kvcache.core.retain import RetentionPolicy, TurnShape
+from kvcache.core.retain import PlanArrays, RetentionPolicy, TurnShape, plan_of, require_policy
+from kvcache.core.values import sequence, shown, whole
 
 
-class Manager(EventCalls):
+class Manager(ClearCalls):
     """Owns the pages of every group; hands out page numbers, never bytes.
 
     Page numbers count within a size class (`geometry.class_of_group`): page p begins at byte
@@ -73,16 +74,19 @@ class Manager(EventCalls):
         events: bool = False,
         seed: int = 0,
     ) -> None:
-        if max_open_steps < 1:
-            raise ConfigError(f"max_open_steps is {max_open_steps}: it must be above 0")
+        if not isinstance(geometry, Geometry):
+            raise ConfigError(f"geometry is {shown(geometry)}: give a Geometry")
+        if fingerprint is not None and not isinstance(fingerprint, Fingerprint):
+            raise ConfigError(f"fingerprint is {shown(fingerprint)}: give a Fingerprint")
+        require_policy(retention)
         super().__init__(
             geometry,
             slabs,
-            max_open_steps=max_open_steps,
+            max_open_steps=whole(max_open_steps, "max_open_steps", least=1, most=2**31 - 1),
             movable=movable,
             journal=journal,
             events=events,
-            seed=seed & (2**64 - 1),
+            seed=whole(seed, "seed", most=2**64 - 1) & (2**64 - 1),
         )
         self.retention = retention
         self._namespaces = Namespaces(
@@ -90,11 +94,6 @@ class Manager(EventCalls):
         )
         self._group_names = tuple(g.name for g in geometry.groups)
         self._shapes: dict[int, TurnShape] = {}
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """What is hashed into every key."""
-        return self._namespaces.fingerprint
 
     # ---- opening and closing -------------------------------------------------------------------
 
@@ -127,23 +126,20 @@ class Manager(EventCalls):
             CapacityError: `max_tokens` needs more memory than the arena has.
         """
         array = as_tokens(tokens)
-        ffi = self._ffi
-        number = self._namespaces.number(salt=salt, lora=lora, foreign=False)
-        items = extras(media, embeddings, self.geometry.hash_unit_tokens)
-        rows = native.new("kvc_media[]", [list(item) for item in items])
+        spans = sequence(media, "media", of=Media)
+        items = extras(spans, embeddings, self.geometry.hash_unit_tokens)
         return self._open(
             {
-                "ns": number,
-                "root": ffi.from_buffer("uint8_t[]", self._namespaces.entries[number].root),
-                "tokens": ffi.from_buffer("int32_t[]", array),
+                "tokens": self._buffer("int32_t", array),
                 "n_tokens": len(array),
-                "media": rows,
+                "media": native.new("kvc_media[]", [list(item) for item in items]),
                 "n_media": len(items),
             },
-            len(array),
+            self._shape(len(array), boundaries),
             max_tokens,
-            boundaries,
-            request_label(session, tuple(media)),
+            request_label(session, spans),
+            salt=salt,
+            lora=lora,
         )
 
     def open_foreign(
@@ -166,49 +162,60 @@ class Manager(EventCalls):
             prompt_tokens: length of the prompt; `n` must be `prompt_tokens // hash_unit_tokens`.
         """
         keys = np.ascontiguousarray(arrays.keys(digests, "digests"))
+        length = whole(prompt_tokens, "prompt_tokens")
         return self._open(
             {
-                "ns": self._namespaces.number(salt=salt, lora=lora, foreign=True),
-                "root": self._ffi.NULL,
-                "tokens": self._ffi.NULL,
-                "n_tokens": prompt_tokens,
-                "digests": self._ffi.from_buffer("uint8_t[]", keys),
+                "n_tokens": length,
+                "digests": self._buffer("uint8_t", keys),
                 "n_digests": len(keys),
             },
-            prompt_tokens,
+            self._shape(length, boundaries),
             max_tokens,
-            boundaries,
             request_label(session, ()),
+            salt=salt,
+            lora=lora,
         )
 
     def _open(
         self,
         fields: dict[str, Any],
-        prompt_tokens: int,
+        shape: TurnShape,
         max_tokens: int | None,
-        boundaries: Sequence[int],
         label: RequestLabel,
+        *,
+        salt: str,
+        lora: str,
     ) -> int:
-        marks = tuple(int(b) for b in arrays.flat(boundaries, np.int64, "boundaries"))
-        shape = TurnShape(prompt_tokens, self.geometry.grid_tokens, marks, (), self._group_names)
-        if any(b < 0 or b > prompt_tokens for b in shape.boundaries):
-            raise ConfigError(
-                f"boundaries {list(boundaries)} are not all inside the prompt of {prompt_tokens}"
-                " tokens"
-            )
-        fields["max_tokens"] = prompt_tokens if max_tokens is None else max_tokens
-        args = native.new("kvc_open_args*", fields)
+        """All that Python can refuse is refused before the root gets a number."""
+        longest = shape.prompt_tokens if max_tokens is None else whole(max_tokens, "max_tokens")
+        plan, foreign = plan_of(self.retention, shape), "digests" in fields
+        number = self._namespaces.number(salt=salt, lora=lora, foreign=foreign)
+        fields |= {"ns": number, "max_tokens": longest}
+        if not foreign:
+            root = self._namespaces.entries[number].root
+            fields["root"] = self._ffi.from_buffer("uint8_t[]", root)
         out = self._ffi.new("int64_t*")
-        self._call(self._lib.kvc_open, args, out)
+        self._call(self._lib.kvc_open, native.new("kvc_open_args*", fields), out)
         handle = int(out[0])
         self._shapes[handle] = shape
         self._label(handle, label)
         try:
-            self._retain(handle, shape)
+            self._retain(handle, plan)
         except BaseException:
             self.abort(handle)
             raise
         return handle
+
+    def _shape(self, prompt_tokens: int, boundaries: Sequence[int]) -> TurnShape:
+        if prompt_tokens < 1:
+            raise ConfigError(f"the prompt has {prompt_tokens} tokens: it must have one at least")
+        marks = tuple(arrays.flat(boundaries, np.int64, "boundaries").tolist())
+        if marks and not 0 <= min(marks) <= max(marks) <= prompt_tokens:
+            raise ConfigError(
+                f"boundaries {shown(list(marks))} are not all inside the prompt of"
+                f" {prompt_tokens} tokens"
+            )
+        return TurnShape(prompt_tokens, self.geometry.grid_tokens, marks, (), self._group_names)
 
     def extend(self, handle: int, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Append generated tokens. Hashes what became full."""
@@ -217,7 +224,7 @@ class Manager(EventCalls):
 
     def extend_foreign(self, handle: int, count: int) -> None:
         """Append `count` tokens without keys to a foreign request."""
-        self._call(self._lib.kvc_extend, handle, self._ffi.NULL, count)
+        self._call(self._lib.kvc_extend, handle, self._ffi.NULL, whole(count, "count"))
 
     def finish(self, handle: int) -> None:
         """Close the request. Its keys stay; what a hit at its last grid point needs gets some.
@@ -256,55 +263,45 @@ class Manager(EventCalls):
         """
         pointers, lengths = self._ffi.NULL, self._ffi.NULL
         if present is not None:
-            if len(present) != len(self.geometry.groups):
+            maps = [arrays.flat(p, np.uint8, "present") for p in sequence(present, "present")]
+            if len(maps) != len(self.geometry.groups):
                 raise ConfigError(
-                    f"present has {len(present)} arrays for {len(self.geometry.groups)} groups"
+                    f"present has {len(maps)} arrays for {len(self.geometry.groups)} groups"
                 )
-            maps = [arrays.flat(p, np.uint8, "present") for p in present]
             pointers, lengths, _keep = self._pointers("uint8_t", maps)
         out = self._struct("kvc_hit", self._lib.kvc_lookup, handle, pointers, lengths)
         if out.junction:
             shape = self._shapes[handle]
             if out.junction not in shape.junctions:
                 shape = shape._replace(junctions=(*shape.junctions, int(out.junction)))
-                self._retain(handle, shape)
+                self._retain(handle, plan_of(self.retention, shape))
                 self._shapes[handle] = shape
         lost = dict(zip(LOSS_CAUSES, list(out.lost), strict=True))
         return Hit(out.hit_tokens, out.device_tokens, out.pending_tokens, out.junction, lost)
 
-    def _retain(self, handle: int, shape: TurnShape) -> None:
-        plan, policy = self.retention.plan(shape), type(self.retention).__name__
-        if len(plan.positions) != len(plan.declared):
-            raise ConfigError(
-                f"{policy}.plan gave {len(plan.positions)} positions and {len(plan.declared)}"
-                " declared flags: one each"
-            )
-        intervals = arrays.flat(plan.intervals, np.int64, "the policy's intervals")
-        if len(intervals) != len(self._group_names):
-            raise ConfigError(
-                f"{policy}.plan gave {len(intervals)} intervals for {len(self._group_names)}"
-                " groups: one each"
-            )
-        positions = arrays.flat(plan.positions, np.int64, "the policy's positions")
-        declared = arrays.flat(plan.declared, np.uint8, "the policy's declared flags")
+    def _retain(self, handle: int, plan: PlanArrays) -> None:
         self._call(
             self._lib.kvc_retain,
             handle,
-            self._buffer("int64_t", intervals),
-            self._buffer("int64_t", positions),
-            self._buffer("uint8_t", declared),
-            len(positions),
+            self._buffer("int64_t", plan.intervals),
+            self._buffer("int64_t", plan.positions),
+            self._buffer("uint8_t", plan.declared),
+            len(plan.positions),
         )
 
     def stops(self, handle: int, start: int, end: int) -> list[int]:
         """Positions in (start, end] where a state must be snapshotted, ascending."""
-        found = self._read(np.int64, self._lib.kvc_stops, handle, start, end)
+        found = self._read(
+            np.int64, self._lib.kvc_stops, handle, whole(start, "start"), whole(end, "end")
+        )
         return [int(position) for position in found]
 
     def need(self, handle: int, tokens: int, *, drafts: int = 0) -> list[int]:
         """New pages of each group that `allocate` would take."""
         out = self._ffi.new("int64_t[]", len(self.geometry.groups))
-        self._call(self._lib.kvc_need, handle, tokens, drafts, out)
+        self._call(
+            self._lib.kvc_need, handle, whole(tokens, "tokens"), whole(drafts, "drafts"), out
+        )
         return [int(count) for count in out]
 
     def allocate(self, handle: int, tokens: int, *, drafts: int = 0) -> Grant | None:
@@ -321,6 +318,7 @@ class Manager(EventCalls):
             drafts: guessed tokens after those; `commit` may leave any of them out.
         """
         out = self._ffi.new("kvc_grant*")
+        tokens, drafts = whole(tokens, "tokens"), whole(drafts, "drafts")
         status = self._call(self._lib.kvc_allocate, handle, tokens, drafts, out)
         if status == native.NO_SPACE:
             return None
@@ -352,45 +350,11 @@ class Manager(EventCalls):
         are sampled but not yet told by `extend` may be committed: their blocks get keys when they
         are told. That both agree is the caller's promise.
         """
-        self._call(self._lib.kvc_commit, handle, upto)
+        self._call(self._lib.kvc_commit, handle, whole(upto, "upto"))
 
     def end_step(self, step: int) -> None:
         """The step's writes are done: its keys become hits, pages freed under it are free."""
         self._call(self._lib.kvc_end_step, step)
-
-    # ---- clearing ------------------------------------------------------------------------------
-
-    def clear(self, *, salt: str | None = None, lora: str | None = None) -> None:
-        """Forget every key, or those of one salt or one adapter. O(pages).
-
-        Requests that hold pages run on, and leave no keys until they start anew.
-        """
-        self._clear(salt, lora, retire=False)
-
-    def _clear(self, salt: str | None, lora: str | None, *, retire: bool) -> None:
-        if salt is None and lora is None:
-            self._call(self._lib.kvc_clear, retire)
-            return
-        for number in list(self._namespaces.matching(salt, lora)):
-            self._call(self._lib.kvc_clear_namespace, number, retire)
-
-    def set_lora_version(self, lora: str, version: str) -> None:
-        """The adapter was loaded again, with other weights: nothing of before is found any more.
-
-        Requests that are open with it end without keys; abort and open them anew to have some.
-        `version` names the content (a digest): a tier may be shared with processes that load the
-        same, and must not be with those that do not.
-        """
-        self._clear(None, lora, retire=True)
-        self._namespaces.set_lora_version(lora, version)
-
-    def set_weights_epoch(self, epoch: int) -> None:
-        """The model's weights changed: nothing of before is found any more.
-
-        Requests that are open end without keys; abort and open them anew to have some.
-        """
-        self._clear(None, None, retire=True)
-        self._namespaces.fingerprint = replace(self.fingerprint, weights_epoch=epoch)
 
     def _namespace_use(self, number: int) -> int:
         out = self._ffi.new("int64_t*")

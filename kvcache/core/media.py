@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.errors import ConfigError
+from kvcache.core.values import sequence, text, whole
 
-_MEDIA_DOMAIN = b"kvcache/media/1\0"
+_MEDIA_DOMAIN = b"kvcache/media/2\0"
 _EMBEDDING_DOMAIN = b"kvcache/embedding/1\0"
 
 
@@ -21,12 +22,18 @@ class Media:
     """An image, a sound, ... that stands at `length_tokens` placeholder tokens.
 
     Args:
-        identifier: names the content (a digest of the file, say): equal identifiers share KV.
+        identifier: names the content (a digest of the file, say): equal identifiers share KV,
+            where they stand at equally many tokens.
     """
 
     identifier: str
     offset_tokens: int
     length_tokens: int
+
+    def __post_init__(self) -> None:
+        text(self.identifier, "Media.identifier")
+        for name in ("offset_tokens", "length_tokens"):  # that they lie in the prompt: see `open`
+            object.__setattr__(self, name, whole(getattr(self, name), f"Media.{name}"))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,6 +42,10 @@ class PromptEmbeddings:
 
     offset_tokens: int
     values: NDArray[Any]
+
+    def __post_init__(self) -> None:
+        offset = whole(self.offset_tokens, "PromptEmbeddings.offset_tokens")
+        object.__setattr__(self, "offset_tokens", offset)
 
 
 Extra = tuple[int, int, bytes]
@@ -45,28 +56,28 @@ def extras(
     media: Sequence[Media], embeddings: Sequence[PromptEmbeddings], hash_unit_tokens: int
 ) -> list[Extra]:
     """What goes into the keys, ascending. Cost: linear in items and embedding bytes."""
-    items = [_media_extra(item) for item in media]
-    for item in embeddings:
+    items = [_media_extra(item) for item in sequence(media, "media", of=Media)]
+    for item in sequence(embeddings, "embeddings", of=PromptEmbeddings):
         items += _embedding_extras(item, hash_unit_tokens)
     return sorted(items)
 
 
 def _media_extra(item: Media) -> Extra:
-    try:
-        digest = hashlib.sha256(_MEDIA_DOMAIN + item.identifier.encode()).digest()
-    except (AttributeError, UnicodeEncodeError) as error:
-        raise ConfigError(
-            f"media identifier {item.identifier!r} must be a valid text: {error}"
-        ) from error
+    """The length is part of it: the same image over fewer placeholders is other content."""
+    length = item.length_tokens.to_bytes(8, "little", signed=True)
+    digest = hashlib.sha256(_MEDIA_DOMAIN + length + item.identifier.encode()).digest()
     return item.offset_tokens, item.length_tokens, digest
 
 
 def _embedding_extras(item: PromptEmbeddings, unit: int) -> Iterator[Extra]:
     """One for each hash unit, so that prompts share what is equal in their heads."""
-    values = np.asarray(item.values)
-    if values.ndim != 2 or not len(values):
+    try:
+        values = np.asarray(item.values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"prompt embeddings cannot be made an array: {error}") from error
+    if values.ndim != 2 or not values.size:
         raise ConfigError(
-            f"prompt embeddings have shape {values.shape}: it must be [tokens, width]"
+            f"prompt embeddings have shape {values.shape}: it must be [tokens, width], none of them 0"
         )
     start, end = item.offset_tokens, item.offset_tokens + len(values)
     if values.dtype.hasobject:

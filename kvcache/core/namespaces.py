@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from kvcache.core.events.labels import NamespaceLabel
 from kvcache.core.hashing import NATIVE_NAMESPACE, Fingerprint, root_digest
+from kvcache.core.values import text
 
 KEPT_NAMESPACES = 1024
 """Above so many, numbers that nothing uses any more are given to new roots."""
@@ -65,7 +66,7 @@ class Namespaces:
             hash_unit_tokens=self._unit,
             salt=salt,
             lora=lora,
-            lora_version=self._versions.get(lora, ""),
+            lora_version=self.lora_version(text(lora, "lora")),
         )
         return self._intern(Namespace(root, foreign, salt, lora))
 
@@ -103,6 +104,10 @@ class Namespaces:
     def of_digest(self, outside: bytes) -> list[int]:
         """Numbers under which keys of an outside namespace may be filed."""
         return [number for number, name in enumerate(self.outside) if name == outside]
+
+    def lora_version(self, lora: str) -> str:
+        """What the adapter's roots have of its content; empty: nothing was told."""
+        return self._versions.get(lora, "")
 
     def set_lora_version(self, lora: str, version: str) -> None:
         """From now on the adapter has other roots."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.errors import ConfigError
+from kvcache.core import values
 from kvcache.core.hashing import NATIVE_NAMESPACE, block_keys
 from kvcache.core.layout import Geometry
 from kvcache.core.namespaces import Namespaces
@@ -139,10 +139,9 @@ class ReadCalls(NativeManager):
 
     def find_key(self, group: int, digest: bytes, *, namespace: bytes = NATIVE_NAMESPACE) -> int:
         """Page that holds the key and may be read now, or -1. For tests and tools."""
-        if len(digest) != 32:
-            raise ConfigError(f"digest has {len(digest)} bytes: expected 32")
+        values.digest(digest, "digest")
         page = self._ffi.new("int32_t*")
-        for number in self._namespaces.of_digest(namespace):
+        for number in self._namespaces.of_digest(values.digest(namespace, "namespace")):
             self._call(self._lib.kvc_has_key, group, number, digest, page)
             if page[0] >= 0:
                 return int(page[0])

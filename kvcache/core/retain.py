@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core import arrays
+from kvcache.core.errors import ConfigError
+from kvcache.core.values import shown
+
 
 class TurnShape(NamedTuple):
     """What a policy may know of a request: lengths and positions in tokens, no content."""
@@ -35,3 +42,45 @@ class RetentionPolicy(Protocol):
 
     def plan(self, shape: TurnShape) -> RetentionPlan:
         """What a request of this shape keeps. O(boundaries + groups)."""
+
+
+class PlanArrays(NamedTuple):
+    """A plan as C takes it: int64, int64, uint8."""
+
+    intervals: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    declared: NDArray[np.uint8]
+
+
+def plan_of(policy: RetentionPolicy, shape: TurnShape) -> PlanArrays:
+    """The policy's answer as arrays of matching lengths; `ConfigError` for any other answer.
+
+    That they ascend and lie on the grid is checked in C.
+    """
+    plan, name = policy.plan(shape), type(policy).__name__
+    if not isinstance(plan, RetentionPlan):
+        raise ConfigError(f"{name}.plan gave {shown(plan)}: give a RetentionPlan")
+    made = PlanArrays(
+        arrays.flat(plan.intervals, np.int64, f"{name}.plan's intervals"),
+        arrays.flat(plan.positions, np.int64, f"{name}.plan's positions"),
+        arrays.flat(plan.declared, np.uint8, f"{name}.plan's declared flags"),
+    )
+    if len(made.positions) != len(made.declared):
+        raise ConfigError(
+            f"{name}.plan gave {len(made.positions)} positions and {len(made.declared)} declared"
+            " flags: one each"
+        )
+    if len(made.intervals) != len(shape.groups):
+        raise ConfigError(
+            f"{name}.plan gave {len(made.intervals)} intervals for {len(shape.groups)} groups: one"
+            " each"
+        )
+    return made
+
+
+def require_policy(policy: object) -> None:
+    """`ConfigError` unless it has a `plan` to call, and is no class of policies."""
+    if isinstance(policy, type) or not callable(getattr(policy, "plan", None)):
+        raise ConfigError(
+            f"retention is {shown(policy)}: give a policy, such as Sparse() or Dense()"
+        )

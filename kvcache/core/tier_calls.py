@@ -6,12 +6,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core import arrays
+from kvcache.core.errors import MisuseError
+from kvcache.core.layout import Geometry
 from kvcache.core.read_calls import ReadCalls
 from kvcache.core.records import KEYED_DTYPE, MOVE_DTYPE
 
 
 class TierCalls(ReadCalls):
     """Everything that moves bytes: what to copy where, and what may be read meanwhile."""
+
+    def __init__(self, geometry: Geometry, slabs: int, *, journal: int, **settings: int) -> None:
+        super().__init__(geometry, slabs, journal=journal, **settings)
+        self._journal = bool(journal)
+
+    @property
+    def keeps_journal(self) -> bool:
+        """Whether it was made with `journal=True`."""
+        return self._journal
 
     def load_items(self, load: int) -> NDArray[np.void]:
         """Pages that a load must fill, with their keys: `[n]` of `KEYED_DTYPE`."""
@@ -35,7 +46,12 @@ class TierCalls(ReadCalls):
 
         `ns` is the number of a namespace now: resolve it by `Manager.namespaces` before the next
         `open`, which may give an unused number to another one.
+
+        Raises:
+            MisuseError: the manager was made with `journal=False`.
         """
+        if not self._journal:
+            raise MisuseError("this manager keeps no journal: make it with Manager(journal=True)")
         return self._read(KEYED_DTYPE, self._lib.kvc_take_keyed)
 
     def pin(self, items: NDArray[np.void]) -> NDArray[np.int32]:
@@ -59,7 +75,7 @@ class TierCalls(ReadCalls):
         """Cached pages that changed their place since the last call: `[n]` of `MOVE_DTYPE`.
 
         Copy page `from` to page `to` of the size class, in this order, before anything that
-        `allocate` gave out since is read or written (by a step, a load, a store). Empty unless the
-        manager is `movable`.
+        `allocate` gave out since is read or written (by a step, a load, a store). May be called
+        always: a manager that is not `movable` moves nothing.
         """
         return self._read(MOVE_DTYPE, self._lib.kvc_take_moves)

@@ -228,6 +228,13 @@ def test_regions_must_cover_the_pools() -> None:
     connector.worker.close()
 
 
+def test_a_manager_without_a_journal_is_refused() -> None:
+    with engine() as e:
+        manager = Manager(GEOMETRY, slabs=7, retention=Dense(), journal=False)
+        with pytest.raises(ConfigError, match="journal=True"):
+            Offload(manager, CpuConnector(GEOMETRY, pages=(8, 4)), e.regions())
+
+
 def test_check_notices_a_pin_that_no_store_knows_of() -> None:
     with engine() as e:
         e.serve(text(0, 9))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from core.managing import HYBRID, S, compute, full, granted, held, hit, hybrid, run, text
 
 from kvcache import Dense, Manager, Sparse
+from kvcache.core.errors import MisuseError
+from kvcache.core.records import KEYED_DTYPE
 
 # ---- states ----------------------------------------------------------------------------------------
 
@@ -210,5 +213,8 @@ def test_a_shorter_grant_gives_back_what_a_longer_one_took() -> None:
 def test_without_a_journal_no_key_is_remembered() -> None:
     m = Manager(HYBRID, slabs=16, retention=Sparse(), journal=False)
     run(m, text(9))
-    assert len(m.take_keyed()) == 0
+    assert not m.keeps_journal
+    with pytest.raises(MisuseError, match="journal=True"):
+        m.take_keyed()
+    assert len(m._read(KEYED_DTYPE, m._lib.kvc_take_keyed)) == 0
     assert hit(m, text(9)) == 8

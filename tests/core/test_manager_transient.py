@@ -8,6 +8,7 @@ from core.managing import attention, granted, hit, text
 from kvcache import Geometry, Manager, PoolingState, Sparse
 from kvcache.core.errors import ConfigError
 from kvcache.core.records import UNLIMITED
+from kvcache.core.retain import plan_of
 
 POOL = PoolingState(name="p", layers=1, ratio=4, token_bytes=8, block_tokens=4, overlap=True)
 GEOMETRY = Geometry((attention("a", 16), POOL))
@@ -129,7 +130,7 @@ def test_a_policy_that_names_a_position_too_late_gets_the_keys_that_are_there() 
     number = m.begin_step()
     m.commit(handle, granted(m.allocate(handle, 40)).end)
     m.retention = Sparse(16)
-    m._retain(handle, m._shapes[handle])  # as a lookup with a junction would
+    m._retain(handle, plan_of(m.retention, m._shapes[handle]))  # as a lookup with a junction would
     m.end_step(number)
     m.check()
     m.finish(handle)

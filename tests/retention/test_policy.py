@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -126,3 +127,32 @@ def test_a_negative_interval_is_refused_when_the_policy_is_made(interval: int) -
 def test_an_interval_off_the_grid_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"24.*16"):
         Sparse(24).plan(TurnShape(100, 16))
+
+
+BAD_SPARSE: dict[str, tuple[dict[str, object], str]] = {
+    "text": ({"interval_tokens": "x"}, "interval_tokens is 'x': it must be a whole number"),
+    "NaN": ({"interval_tokens": float("nan")}, "interval_tokens is nan"),
+    "infinity": ({"interval_tokens": float("inf")}, "interval_tokens is inf"),
+    "a fraction": ({"interval_tokens": 16.5}, "16.5"),
+    "a whole float": ({"interval_tokens": 16.0}, "whole number"),
+    "a truth": ({"interval_tokens": True}, "True"),
+    "nothing": ({"interval_tokens": None}, "None"),
+    "beyond 64 bits": ({"interval_tokens": 2**63}, "interval_tokens"),
+    "a list of groups": ({"group_intervals": [16]}, "group_intervals is .16.: give a mapping"),
+    "no groups": ({"group_intervals": None}, "group_intervals is None"),
+    "a group's text": ({"group_intervals": {"a": "16"}}, "group_intervals.'a'. is '16'"),
+    "a group's NaN": ({"group_intervals": {"a": float("nan")}}, "group_intervals.'a'. is nan"),
+    "a group below 0": ({"group_intervals": {"a": -16}}, "-16"),
+    "a group's number": ({"group_intervals": {3: 16}}, "a group is 3"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SPARSE)
+def test_intervals_that_are_no_whole_numbers_are_refused_when_the_policy_is_made(case: str) -> None:
+    fields, message = BAD_SPARSE[case]
+    with pytest.raises(ConfigError, match=message):
+        Sparse(**fields)  # type: ignore[arg-type]
+
+
+def test_an_interval_of_numpy_is_a_whole_number() -> None:
+    assert Sparse(np.int64(32)).plan(TurnShape(100, 16)).intervals == [32]  # type: ignore[arg-type]

@@ -1,0 +1,66 @@
+"""Single values on their way in: whole numbers and texts. Nothing is rounded, nothing made a text silently."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable
+from typing import TypeVar
+
+import numpy as np
+
+from kvcache.core.errors import ConfigError
+
+T = TypeVar("T")
+
+LEAST = -(2**63)
+MOST = 2**63 - 1
+"""Whole numbers are 64 bits wide below, in C."""
+
+
+def whole(value: object, what: str, *, least: int = LEAST, most: int = MOST) -> int:
+    """`value` as an int. `ConfigError` if it is no whole number (a bool is none), or out of range."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ConfigError(f"{what} is {shown(value)}: it must be a whole number")
+    number = int(value)
+    if not least <= number <= most:
+        raise ConfigError(f"{what} is {shown(number)}: it must be from {least} to {most}")
+    return number
+
+
+def text(value: object, what: str) -> str:
+    """`value`, a text that has a UTF-8 form. `ConfigError` for anything else."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{what} is {shown(value)}: it must be a valid text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{what} is {shown(value)}: it must be a valid text ({error})") from error
+    return value
+
+
+def digest(value: object, what: str) -> bytes:
+    """`value`, 32 bytes. `ConfigError` for anything else."""
+    if not isinstance(value, bytes) or len(value) != 32:
+        raise ConfigError(f"{what} is {shown(value)}: a digest has 32 bytes")
+    return value
+
+
+def sequence(items: Iterable[T], what: str, *, of: type[T] | None = None) -> list[T]:
+    """`items` as a list. `ConfigError` if it cannot be walked, or has anything but `of`."""
+    kind = "values" if of is None else of.__name__
+    try:
+        found = list(items)
+    except TypeError as error:
+        raise ConfigError(f"{what} is {shown(items)}: give a list of {kind}") from error
+    for item in found:
+        if of is not None and not isinstance(item, of):
+            raise ConfigError(f"{what} has {shown(item)}: give a list of {kind}")
+    return found
+
+
+def shown(value: object) -> str:
+    """For messages: cut where it is long, the type alone where it cannot be shown."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # noqa: BLE001 (a __repr__ of the caller's, or an int of thousands of digits)
+        return f"of type {type(value).__name__}"
