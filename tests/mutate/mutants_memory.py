@@ -45,10 +45,10 @@ MEMORY = [
         "    if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });\n"
         "    try {\n"
         "        if (oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes)) {\n",
-        "    if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });\n"
         "    try {\n"
         "        if (oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes)) {\n"
-        "            each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });\n",
+        "            each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });\n"
+        "            if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });\n",
         (LAW + "19_fresh_hits.py::test_law_19_what_a_lookup_found_is_what_the_grant_after_it_has",),
     ),
     Mutant(
