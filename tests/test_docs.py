@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 SOURCES = ("csrc", "kvcache", "retention", "connectors", "bench", "examples")
@@ -58,3 +59,8 @@ def test_the_dependencies_page_names_every_dependency(repo_root: Path) -> None:
     assert {"numpy", "cffi", "torch", "pytest"} <= names
     missing = [name for name in sorted(names) if name not in page]
     assert missing == []
+
+
+def test_the_figure_of_retention_shows_what_the_manager_does(repo_root: Path) -> None:
+    figure = runpy.run_path(str(repo_root / "docs" / "retention_figure.py"))
+    assert (repo_root / "docs" / "retention.svg").read_text() == figure["draw"]()
