@@ -2,8 +2,8 @@
 //
 // One file per part of a request's life: open.cpp (tokens, keys, what the policy keeps), lookup.cpp (longest common hit),
 // plan.cpp (where states are snapshotted), allocate.cpp (what a grant needs), adopt.cpp (its hit), grant.cpp (its pages),
-// steps.cpp (commit, end of step), closing.cpp (giving pages back), loads.cpp (tiers), events.cpp (what became findable or
-// went), manager.cpp (reading, clear), manager_check.cpp.
+// steps.cpp (commit, end of step), keys.cpp (what becomes findable then), closing.cpp (giving pages back), loads.cpp
+// (tiers), events.cpp (what became findable or went), manager.cpp (reading, clear), manager_check.cpp.
 #pragma once
 
 #include <array>

@@ -25,6 +25,8 @@ constexpr const char* kFunctions[] = {
     "kvc_pool_release",
     "kvc_pool_unpublish",
     "kvc_pool_get_stats",
+    "kvc_pool_journal",
+    "kvc_pool_take_events",
     "kvc_manager_new",
     "kvc_open",
     "kvc_extend",

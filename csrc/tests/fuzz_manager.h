@@ -10,6 +10,7 @@
 
 #include "fuzz.h"
 #include "fuzz_setup.h"
+#include "readings.h"
 
 namespace fuzz {
 
@@ -24,13 +25,6 @@ class ManagerFuzz {
     bool made() const { return manager_ != nullptr; }
     void run(int64_t operations);
 
-    struct Reading {  // a number that the manager tells
-        const char* what;
-        int64_t which;
-        int field;
-        int64_t value;
-    };
-
   private:
     struct Pin {
         int32_t group;
@@ -39,8 +33,7 @@ class ManagerFuzz {
 
     template <typename Body>
     int32_t call(const char* function, Body&& body);
-    std::vector<Reading> readings();
-    void expect_unchanged(int32_t status, const std::vector<Reading>& before);
+    Readings readings() { return read_all(manager_, setup_, handles_, loads_); }
     void check();
     void one_operation();
     void give_everything_back();
@@ -103,14 +96,17 @@ template <typename Body>
 int32_t ManagerFuzz::call(const char* function, Body&& body) {
     where_.function = function;
     const bool compared = random_.chance(30);
-    std::vector<Reading> before;
+    Readings before;
     if (compared) before = readings();
     bool starved = false;
     const int32_t status = starving(random_, starve_percent_, &starved, body);
     if (where_.trace) std::fprintf(stderr, "%lld %s: %d\n", static_cast<long long>(where_.operation), function, status);
     check_status(where_, status, starved);
     ++(*tally_)[function][status];
-    if (status != KVC_OK && compared) expect_unchanged(status, before);
+    if (status != KVC_OK && compared) {
+        const std::string why = "status " + std::to_string(status) + " (" + kvc_last_error() + ")";
+        expect_equal(where_, before, readings(), why);
+    }
     return status;
 }
 

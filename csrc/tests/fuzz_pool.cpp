@@ -5,11 +5,14 @@
 #include <cstring>
 #include <vector>
 
+#include "journal_reader.h"
+
 namespace fuzz {
 
 namespace {
 
 constexpr int64_t kKeys = 40;
+constexpr int64_t kMostEvents = 2000;  // more than one pool sees between two calls of ours
 
 // One pool, and the pages that its caller holds.
 class PoolFuzz {
@@ -24,6 +27,7 @@ class PoolFuzz {
         check_status(where_, status, starved);
         ++(*tally_)["kvc_pool_new"][status];
         for (uint8_t& byte : digests_) byte = static_cast<uint8_t>(random_.next());
+        reader_ = JournalReader(pool_, digests_, kKeys);
     }
     ~PoolFuzz() { kvc_pool_free(pool_); }
     PoolFuzz(const PoolFuzz&) = delete;
@@ -53,7 +57,7 @@ class PoolFuzz {
     }
 
     void one_operation() {
-        switch (random_.below(8)) {
+        switch (random_.below(10)) {
             case 0:
                 take();
                 break;
@@ -78,6 +82,12 @@ class PoolFuzz {
                 kvc_pool_version(pool_);
                 break;
             }
+            case 7:
+                if (random_.chance(20)) start_journal();
+                break;
+            case 8:
+                take_events();
+                break;
             default:
                 call("kvc_pool_check", [&] { return kvc_pool_check(pool_); });
         }
@@ -138,6 +148,27 @@ class PoolFuzz {
         call("kvc_pool_present", [&] { return kvc_pool_present(pool_, 0, run.first, run.stride, run.n, present); });
     }
 
+    void start_journal() {
+        const int64_t most = spite() ? random_.hostile() : random_.one_of<int64_t>({0, 1, 2, 5, 20, 1000});
+        const int32_t status = call("kvc_pool_journal", [&] { return kvc_pool_journal(pool_, most); });
+        if ((status == KVC_OK) != (most >= 0)) broken(where_, "a journal of %lld", static_cast<long long>(most));
+        if (status == KVC_OK) reader_.started(where_, most);
+    }
+
+    // Now and then with too little room, and again at once.
+    void take_events() {
+        for (int64_t times = random_.between(1, 3); times-- > 0;) {
+            const int64_t cap = spite()              ? -1 - random_.below(INT64_MAX)
+                                : random_.chance(50) ? random_.below(4)
+                                                     : kMostEvents;
+            std::vector<kvc_pool_event> events(static_cast<size_t>(std::max<int64_t>(cap, 0)) + 1,
+                                               JournalReader::marked());
+            int64_t n = 0;
+            const auto body = [&] { return kvc_pool_take_events(pool_, events.data(), cap, &n); };
+            if (call("kvc_pool_take_events", body) == KVC_OK) reader_.took(where_, events, cap, n);
+        }
+    }
+
     void release(bool hostile) {
         std::vector<int32_t> pages;
         if (held_.empty() || (hostile && spite())) {
@@ -159,6 +190,7 @@ class PoolFuzz {
     int64_t starve_percent_ = 0;
     std::vector<int32_t> held_;
     uint8_t digests_[kKeys * 32];
+    JournalReader reader_{pool_, digests_, kKeys};
 };
 
 }  // namespace

@@ -51,9 +51,14 @@ void ManagerFuzz::read_counts() {
 
 void ManagerFuzz::take_moves() {
     std::vector<kvc_move> moves(static_cast<size_t>(kMostItems));
-    const int64_t cap = spite() ? random_.between(-1, 1) : kMostItems;
-    int64_t n = 0;
-    call("kvc_take_moves", [&] { return kvc_take_moves(manager_, moves.data(), cap, &n); });
+    const int64_t cap = random_.chance(20) ? random_.between(-1, 1) : kMostItems;
+    int64_t n = 0, again = 0;
+    const int32_t status = call("kvc_take_moves", [&] { return kvc_take_moves(manager_, moves.data(), cap, &n); });
+    if (status != KVC_OK ||
+        call("kvc_take_moves", [&] { return kvc_take_moves(manager_, moves.data(), kMostItems, &again); }) != KVC_OK)
+        return;
+    if (again != (n > cap ? n : 0))
+        broken(where_, "%lld moves, then %lld", static_cast<long long>(n), static_cast<long long>(again));
 }
 
 // Room for exactly what was announced.
@@ -66,17 +71,27 @@ void ManagerFuzz::take_events() {
     const int32_t status =
         call("kvc_take_events", [&] { return kvc_take_events(manager_, runs.data(), keys.data(), tokens.data()); });
     if (keys.back() != 0xee || tokens.back() != -77) broken(where_, "more was written than was announced");
-    int64_t keys_of_runs = 0, tokens_of_runs = 0;
+    int64_t keys_of_runs = 0, tokens_of_runs = 0, none[3] = {};
     for (const kvc_event_run& run : runs) keys_of_runs += run.n_keys, tokens_of_runs += run.n_tokens;
+    if (status == KVC_OK && kvc_event_sizes(manager_, &none[0], &none[1], &none[2]) == KVC_OK &&
+        (none[0] || none[1] || none[2]))
+        broken(where_, "events were taken, and are still there");
     if (status == KVC_OK && (keys_of_runs != n_keys || tokens_of_runs != n_tokens))
         broken(where_, "the runs do not add up to what was announced");
 }
 
 void ManagerFuzz::take_keyed() {
     std::vector<kvc_keyed> items(static_cast<size_t>(kMostItems));
-    const int64_t cap = spite() ? random_.between(-1, 8) : kMostItems;
+    int64_t cap = random_.chance(20) ? random_.between(-1, 8) : kMostItems;
     int64_t n = 0;
-    const int32_t status = call("kvc_take_keyed", [&] { return kvc_take_keyed(manager_, items.data(), cap, &n); });
+    int32_t status = call("kvc_take_keyed", [&] { return kvc_take_keyed(manager_, items.data(), cap, &n); });
+    if (status == KVC_OK && n > cap) {  // nothing was forgotten
+        const int64_t announced = n;
+        cap = kMostItems;
+        status = call("kvc_take_keyed", [&] { return kvc_take_keyed(manager_, items.data(), cap, &n); });
+        if (status == KVC_OK && n != announced)
+            broken(where_, "%lld pages, then %lld", static_cast<long long>(announced), static_cast<long long>(n));
+    }
     if (status != KVC_OK || n > cap) return;
     for (int64_t i = 0; i < std::min<int64_t>(n, 8); ++i) keyed_.push_back(random_.in(items));
     if (keyed_.size() > 64) keyed_.erase(keyed_.begin(), keyed_.begin() + 32);
@@ -143,6 +158,13 @@ void ManagerFuzz::unpin() {
     }
     const auto at = static_cast<size_t>(random_.below(static_cast<int64_t>(pins_.size())));
     const Pin pin = pins_[at];
+    // Groups of one class share their page numbers, but a page is one group's.
+    const int32_t other = a_group();
+    if (other >= 0 && other < setup_.config.n_groups && other != pin.group &&
+        call(
+            "kvc_unpin", [&] { return kvc_unpin(manager_, other, &pin.page, 1); }) == KVC_OK &&
+        std::none_of(pins_.begin(), pins_.end(), [&](const Pin& p) { return p.group == other && p.page == pin.page; }))
+        broken(where_, "page %d of group %d was unpinned through group %d", pin.page, pin.group, other);
     const int32_t status = call("kvc_unpin", [&] { return kvc_unpin(manager_, pin.group, &pin.page, 1); });
     if (status == KVC_OK) pins_.erase(pins_.begin() + static_cast<std::ptrdiff_t>(at));
     else if (status != KVC_E_MEMORY) broken(where_, "a pin cannot be given back: %s", kvc_last_error());

@@ -52,7 +52,7 @@ KEYS = [
     ),
     Mutant(
         "state keyed for the wrong token",
-        "csrc/steps.cpp",
+        "csrc/keys.cpp",
         "const Digest* key = digest_at(r, point.position);",
         "const Digest* key = digest_at(r, point.position - grid_);",
         (
@@ -161,7 +161,7 @@ KEYS = [
     ),
     Mutant(
         "a request that ran through clear() leaves keys",
-        "csrc/steps.cpp",
+        "csrc/keys.cpp",
         "if (r.muted || r.retired || target.key == Page::kVisible) return false;",
         "if (r.retired || target.key == Page::kVisible) return false;",
         (

@@ -1,0 +1,108 @@
+// Which pages get their keys, and when: full blocks, what the policy keeps of spans, snapshots of states.
+#include <algorithm>
+
+#include "manager.h"
+
+namespace kvc {
+
+// Gives a page of the request its key, unless another page has it.
+bool Manager::key_page(const Request& r, int32_t group, int32_t page, const Digest& key, int64_t end,
+                       Page::Key visibility) {
+    const Page& target = arena_.page(group, page);
+    if (r.muted || r.retired || target.key == Page::kVisible) return false;
+    if (target.key == Page::kPending && visibility == Page::kPending) return false;
+    writer_ = &r;
+    stored_now_ = false;
+    bool done = true;
+    if (target.key == Page::kPending) arena_.confirm(group, page);
+    else done = arena_.publish(group, page, key, r.ns, end, visibility);
+    writer_ = nullptr;
+    if (stored_now_) push_keyed(r.handle, group, page);  // not what it took over from an older page
+    return done;
+}
+
+void Manager::key_state(const Request& r, const Point& point, int32_t group, Page::Key visibility) {
+    const Digest* key = digest_at(r, point.position);
+    if (!key) return;
+    const auto s = static_cast<size_t>(std::find(states_.begin(), states_.end(), group) - states_.begin());
+    key_page(r, group, point.pages[s], *key, point.position, visibility);
+    if (!point.declared || visibility != Page::kVisible) return;
+    const int32_t owner = arena_.find(group, *key, r.ns);  // maybe another request's page
+    if (owner != kNoPage) arena_.keep(group, owner);
+}
+
+// What a lookup at `position` reads of a span group. `done`: the kept position before it, whose blocks are settled.
+void Manager::key_span(Request& r, int32_t group, int64_t position, int64_t* done, bool declared,
+                       Page::Key visibility) {
+    const GroupRules& g = rules(group);
+    const Table& table = r.tables[static_cast<size_t>(group)];
+    const int64_t begin = declared ? g.need_begin(position) : std::max(g.need_begin(position), *done);
+    const int64_t first = std::max(begin / g.block_tokens, table.first);
+    for (int64_t b = first; b * g.block_tokens < position; ++b) {
+        Digest key;
+        if (!block_key(r, group, b, &key)) continue;
+        // What lies before `done` has its key, or is a hole. Without a page: the policy named the position too late.
+        if ((b + 1) * g.block_tokens > *done && table.page(b) != kNoPage)
+            key_page(r, group, table.page(b), key, (b + 1) * g.block_tokens, visibility);
+        if (!declared || visibility != Page::kVisible) continue;
+        const int32_t owner = arena_.find(group, key, r.ns);
+        if (owner != kNoPage) arena_.keep(group, owner);
+    }
+    *done = std::max(*done, position);
+}
+
+// Settles the keys of all blocks of full groups that are computed and whose tokens are known.
+void Manager::key_full_blocks(Request& r) {
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        if (!rules(g).full()) continue;
+        const Table& table = r.tables[static_cast<size_t>(g)];
+        int64_t& b = r.keyed_blocks[static_cast<size_t>(g)];
+        Digest key;
+        for (; (b + 1) * rules(g).block_tokens <= r.computed && block_key(r, g, b, &key); ++b)
+            key_page(r, g, table.page(b), key, (b + 1) * rules(g).block_tokens, Page::kVisible);
+    }
+}
+
+// Index of the newest frozen point whose step has ended; points.size() if there is none.
+size_t Manager::newest_complete(const Request& r) const {
+    for (size_t i = r.points.size(); i-- > 0;)
+        if ((steps_.empty() || r.points[i].step < steps_.front().id) && r.points[i].position <= r.settled()) return i;
+    return r.points.size();
+}
+
+// Blocks that a policy wanted when they were committed, and does not name any more.
+void Manager::confirm_spans(Request& r) {
+    if (!arena_.pending()) return;
+    for (const int32_t g : spans_) {
+        if (r.span_pending[static_cast<size_t>(g)] > r.settled()) continue;  // they wait for a position to come
+        const Table& table = r.tables[static_cast<size_t>(g)];
+        const int64_t block = rules(g).block_tokens;
+        Digest key;
+        for (int64_t b = table.first; (b + 1) * block <= r.settled(); ++b)
+            if (table.page(b) != kNoPage && arena_.page(g, table.page(b)).key == Page::kPending &&
+                block_key(r, g, b, &key))
+                key_page(r, g, table.page(b), key, (b + 1) * block, Page::kVisible);
+    }
+}
+
+// Keys what the policy keeps of the span and state groups.
+void Manager::key_sparse(Request& r) {
+    if (!spans_.empty()) {
+        int64_t done = r.settled();
+        for (const int32_t g : spans_) done = std::min(done, r.span_settled[static_cast<size_t>(g)]);
+        kept_between(r, done, r.settled(), &kept_);
+        for (const Kept& kept : kept_)
+            for (const int32_t g : spans_) {
+                int64_t& settled = r.span_settled[static_cast<size_t>(g)];
+                if (has(kept.groups, g) && kept.position > settled)
+                    key_span(r, g, kept.position, &settled, kept.declared, Page::kVisible);
+            }
+    }
+    confirm_spans(r);
+    const size_t newest = newest_complete(r);
+    for (size_t i = 0; newest < r.points.size() && i <= newest; ++i)
+        for (const int32_t g : states_)
+            if (has(r.points[i].wanted, g)) key_state(r, r.points[i], g, Page::kVisible);
+}
+
+}  // namespace kvc
