@@ -4,17 +4,21 @@
     while serving:
         for handle, ok in offload.poll():            # loads that ended
             ...                                      # ok: it runs on; else look it up again
-        for each waiting request:
-            hit = offload.lookup(handle)             # None: the tier does not know yet
-            grant = manager.allocate(handle, n)      # None: no space now
-            offload.start_load(handle, grant)        # always; submits if the grant names a load
         step = manager.begin_step()
-        ...                                          # commit, compute
+        for each request, the oldest first:
+            hit = offload.lookup(handle)             # if it waits; None: the tier does not know yet
+            grant = manager.allocate(handle, n)      # None: no space now
+            offload.start_load(handle, grant)        # after a first grant; submits if it names a load
+            manager.commit(handle, grant.end)        # unless it loads
+        ...                                          # compute
         manager.end_step(step)
         offload.end_of_step()                        # stores what got a key
         publisher.publish(offload.take_events())     # if anybody wants to know
         ...                                          # offload.forget(h), then finish or abort;
                                                      # offload.release(h), then preempt
+
+A movable arena: the copies of `manager.take_moves` come before each `start_load`, and before the
+step computes.
 
 What the two sides of the connector owe each other (pins, deadlines, results that come late or
 twice) is settled here; the engine only ever sees a request that runs or one that waits.

@@ -1,7 +1,8 @@
 """A foreign engine in a few lines: its own memory, its own "attention", kvcache for the rest.
 
 KV of a token is one number; "attention" sums the context's numbers, each times its position. Pages
-are plain numpy arrays: 8 on the device, 64 in host memory. Run it: python examples/embed.py
+are plain numpy arrays: 8 on the device, 64 in host memory. One request runs at a time, so lookups
+and loads stand outside of steps (hybrid.py has batches). Run it: python examples/embed.py
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def generate(prompt: list[int], count: int) -> tuple[list[int], int, int]:
     request = manager.open(tokens, max_tokens=len(tokens) + count)
     hit_tokens, device_tokens = admit(request, len(tokens))
     while len(tokens) < len(prompt) + count:
+        step = manager.begin_step()
         grant = manager.allocate(request, len(tokens) - manager.info(request).committed)
         if grant is None:
             raise CapacityError("the arena is full: a real engine preempts another request")
-        step = manager.begin_step()
         manager.commit(request, grant.end)
         token = compute(tokens, grant.start, grant.end, manager.block_table(request, group=0))
         manager.end_step(step)

@@ -23,8 +23,8 @@ manager = Manager(geometry, slabs=8, retention=Sparse(), events=True)
 def serve(prompt: list[int], session: str) -> int:
     """One request in one step; your engine computes it. Returns the hit."""
     request = manager.open(prompt, boundaries=[64], session=session)
-    hit = manager.lookup(request).hit_tokens
     step = manager.begin_step()
+    hit = manager.lookup(request).hit_tokens
     grant = manager.allocate(request, len(prompt) - hit)
     assert grant, "alone it always gets space"
     manager.commit(request, grant.end)
