@@ -6,6 +6,10 @@ import re
 import runpy
 from pathlib import Path
 
+import numpy as np
+
+import kvcache
+
 SOURCES = ("csrc", "kvcache", "retention", "connectors", "bench", "examples")
 SUFFIXES = {".py", ".cpp", ".h"}
 
@@ -43,6 +47,88 @@ def test_readme_is_short_and_its_example_does_what_it_says(repo_root: Path) -> N
     seen: list[object] = []
     exec(compile(code[1], "README.md", "exec"), {"print": seen.append})  # noqa: S102
     assert [hit.hit_tokens for hit in seen] == [int(promised[1])]  # type: ignore[attr-defined]
+
+
+def snippets(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def toy_groups() -> tuple[kvcache.FullAttention, kvcache.SlidingWindow, kvcache.RecurrentState]:
+    return (
+        kvcache.FullAttention(name="full", layers=1, kv_heads=1, head_dim=8, block_tokens=16),
+        kvcache.SlidingWindow(
+            name="window", layers=1, kv_heads=1, head_dim=8, block_tokens=16, window=32
+        ),
+        kvcache.RecurrentState(
+            name="state", layers=1, state_bytes_per_layer=4096, speculative_tokens=3
+        ),
+    )
+
+
+def test_the_policy_in_retention_keeps_the_ends_of_messages(repo_root: Path) -> None:
+    (code,) = snippets(repo_root / "docs" / "retention.md")
+    names: dict[str, object] = {}
+    exec(compile(code, "retention.md", "exec"), names)  # noqa: S102
+    manager = kvcache.Manager(
+        kvcache.Geometry(toy_groups()),
+        slabs=kvcache.UNLIMITED,
+        retention=names["EveryMessage"](),  # type: ignore[operator]
+    )
+    turn = manager.open(range(100), boundaries=[40, 90])
+    assert manager.stops(turn, 0, 80) == [32, 80]
+    assert manager.stops(turn, 0, 79) == [32, 64]  # the last grid point of a grant always
+
+
+def test_the_arena_in_memory_is_what_every_class_sees(repo_root: Path) -> None:
+    (code,) = snippets(repo_root / "docs" / "memory.md")
+    full, window, state = toy_groups()
+    names: dict[str, object] = {
+        "attention": full,
+        "window": window,
+        "state": state,
+        "arena_bytes": 1 << 20,
+        "g": 2,
+        "np": np,
+        **{n: getattr(kvcache, n) for n in ("Geometry", "Manager", "Sparse")},
+    }
+    exec(compile(code, "memory.md", "exec"), names)  # noqa: S102
+    arena, pages = names["arena"], names["pages"]
+    assert isinstance(arena, np.ndarray)
+    assert isinstance(pages, np.ndarray)
+    assert pages.shape == (len(arena) // 4096, 4096)
+    assert np.shares_memory(arena, pages)
+
+
+def test_the_steps_in_architecture_run(repo_root: Path) -> None:
+    """A chunk of a recurrent group, then a step with guesses of which two stand."""
+    states, guesses = snippets(repo_root / "docs" / "architecture.md")
+    manager = kvcache.Manager(
+        kvcache.Geometry(toy_groups()), slabs=40, retention=kvcache.Sparse(), journal=False
+    )
+    tokens = list(range(40))
+    request = manager.open(tokens, max_tokens=60, boundaries=[16])
+    manager.lookup(request)
+    step = manager.begin_step()
+    grant = manager.allocate(request, 40)
+    assert grant
+    manager.commit(request, grant.end)
+    runs: list[list[int]] = []
+
+    def run(part: list[int], *, read: int, write: int) -> None:
+        assert write >= 0
+        runs.append(part)
+
+    names = {"manager": manager, "request": request, "group": 2, "grant": grant, "run": run}
+    names["tokens"] = tokens
+    exec(compile(states, "architecture.md", "exec"), names)  # noqa: S102
+    assert [len(part) for part in runs] == [16, 16, 8]
+    manager.end_step(step)
+    manager.extend(request, [40])
+    names |= {"tokens": [*tokens, 40], "guesses": [41, 42, 7], "verify": lambda *_: (2, 43)}
+    exec(compile(guesses, "architecture.md", "exec"), names)  # noqa: S102
+    info = manager.info(request)
+    assert (info.tokens, info.computed, info.granted) == (44, 43, 43)
+    manager.check()
 
 
 def test_every_relative_link_in_the_docs_leads_somewhere(repo_root: Path) -> None:
