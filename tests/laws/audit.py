@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from laws.content import Digests
 from laws.counting import seen
 from laws.oracle import Key, Oracle
+from laws.prompts import plain
 
 from kvcache.core.events import (
     AllBlocksCleared,
@@ -26,8 +27,8 @@ Name = tuple[int, bytes | None, bytes]
 class Audit:
     """Applies events as they come, and compares."""
 
-    def __init__(self, oracle: Oracle, digests: Digests) -> None:
-        self.oracle, self.digests = oracle, digests
+    def __init__(self, oracle: Oracle, digests: Digests, where: str) -> None:
+        self.oracle, self.digests, self.where = oracle, digests, where
         self.index = ReferenceIndex()
         self.known: dict[Name, Key] = {}
         self._learned: list[set[Key]] = [set() for _ in oracle.groups]
@@ -49,7 +50,7 @@ class Audit:
         self.learn(ever)
         events = decode_batch(encode_batch(EventBatch(ts=0.0, events=tuple(events)))).events
         for event in events:
-            seen[f"event: {type(event).__name__}"] += 1
+            seen[f"event: {type(event).__name__}", self.where] += 1
             assert not isinstance(event, AllBlocksCleared), "events were lost"
             assert event.block_hashes, "an event of nothing"
             if isinstance(event, BlockStored):
@@ -75,9 +76,9 @@ class Audit:
         assert ends == list(range(ends[0], ends[0] + block * len(ends), block))
         assert all(a.tokens == b.tokens[: len(a.tokens)] for a, b in itertools.pairwise(keys))
         if event.token_ids:
-            assert event.token_ids == keys[-1].tokens[ends[0] - block : ends[-1]]
+            assert [*event.token_ids] == plain(keys[-1].tokens[ends[0] - block : ends[-1]])
         elif event.namespace is None:
-            seen["event of a writer that is gone"] += 1
+            seen["event of a writer that is gone", self.where] += 1
             if event.parent_block_hash is None:
                 return
         if ends[0] == block:

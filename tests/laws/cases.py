@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hypothesis import HealthCheck, Phase, settings, strategies as st
+from laws.counting import OTHER
 
 from kvcache import Geometry
 from kvcache.core.retain import RetentionPolicy
@@ -140,6 +141,21 @@ ONE_SIZE = {
     "full": geometry(full("a", 4)),
 }
 """All pages of one size, one a slab: then eviction has one exact order."""
+
+
+def kinds(geometry: Geometry) -> set[str]:
+    """What kinds of groups it has: what can come about depends on them."""
+    rules, pages = geometry.rules, geometry.pages_per_slab
+    found = {r.kind for r in rules if not r.lookahead_tokens}
+    found |= {"draft"} if any(r.lookahead_tokens for r in rules) else set()
+    found |= {"kept in part"} if found & {"span", "state"} else set()
+    return found | ({"two sizes"} if len(pages) > 1 and max(pages) > 1 else set())
+
+
+def name_of(geometry: Geometry) -> str:
+    """Of one of `GEOMETRIES`; a test's own has none."""
+    return next((name for name, g in GEOMETRIES.items() if g is geometry), OTHER)
+
 
 ONLY = [name for name in os.environ.get("KVCACHE_TEST_GEOMETRIES", "").split(",") if name]
 """For a closer look at some of them: names, separated by commas."""

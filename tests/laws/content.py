@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-import numpy as np
 from laws.oracle import Key, Oracle, Space
+from laws.prompts import Token, link
 from laws.records import Page, Request, Work
 
 from kvcache.core.hashing import NATIVE_NAMESPACE, Fingerprint, root_digest
 
-Stamp = tuple[int, Space, tuple[int, ...]]
+Stamp = tuple[int, Space, tuple[Token, ...]]
 """Group, space, and the tokens that an entry depends on."""
 GARBAGE: Stamp = (-1, ("garbage",), ())
 NOBODY: list[Stamp] = []
@@ -27,7 +27,7 @@ class Content:
         self.oracle = oracle
         self.pages: dict[Page, list[Stamp]] = {}
 
-    def stamp(self, group: int, space: Space, tokens: Iterable[int], end: int) -> Stamp:
+    def stamp(self, group: int, space: Space, tokens: Iterable[Token], end: int) -> Stamp:
         """Of the entry of token `end - 1`: drafts depend on the tokens that follow, too."""
         last = end + self.oracle.rules[group].lookahead_tokens
         return (group, space, tuple(tokens)[:last])
@@ -123,18 +123,25 @@ class Content:
 
 
 class Digests:
-    """Digests by hashlib, for native and foreign keys. A space is (kind, salt)."""
+    """Digests by hashlib, for native and foreign keys."""
 
     def __init__(self, oracle: Oracle) -> None:
         self.oracle = oracle
-        self._units: dict[tuple[Space, tuple[int, ...]], bytes] = {}
+        self._units: dict[tuple[Space, tuple[Token, ...]], bytes] = {}
         self._roots: dict[Space, bytes] = {}
         self._keys: dict[tuple[int, Key], bytes] = {}
 
     def root(self, space: Space) -> bytes:
         found = self._roots.get(space)
         if found is None:
-            found = root_digest(Fingerprint(), hash_unit_tokens=self.oracle.unit, salt=space[1])
+            _, salt, lora, version, epoch = (*space, "", "0", "0")[:5] if len(space) == 2 else space
+            found = root_digest(
+                Fingerprint(weights_epoch=int(epoch)),
+                hash_unit_tokens=self.oracle.unit,
+                salt=salt,
+                lora=lora,
+                lora_version=version if version != "0" else "",
+            )
             self._roots[space] = found
         return found
 
@@ -156,7 +163,7 @@ class Digests:
         after = -key.end % self.oracle.unit // block
         return digest[:28] + (int.from_bytes(digest[28:], "little") ^ after).to_bytes(4, "little")
 
-    def unit(self, space: Space, tokens: tuple[int, ...]) -> bytes:
+    def unit(self, space: Space, tokens: tuple[Token, ...]) -> bytes:
         """The link of the chain that ends with these tokens, a whole number of units."""
         found = self._units.get((space, tokens))
         if found is None:
@@ -165,8 +172,6 @@ class Digests:
             else:
                 before = tokens[: -self.oracle.unit]
                 parent = self.unit(space, before) if before else self.root(space)
-                block = np.array(tokens[-self.oracle.unit :], "<i4").tobytes()
-                domain = b"kvcache/block/1".ljust(64, b"\0")
-                found = hashlib.sha256(domain + parent + block).digest()
+                found = link(parent, tokens[-self.oracle.unit :])
             self._units[space, tokens] = found
         return found

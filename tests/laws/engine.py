@@ -9,11 +9,12 @@ there, a page handed out while it is read, or a hit of another prefix shows up a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from laws.counting import count
 from laws.oracle import Space
+from laws.prompts import Token, embeddings_of, media_of, plain
 from laws.records import Page, Request, Work, ceil_div
 from laws.state import EngineState, KeySets
 
@@ -28,17 +29,18 @@ class Engine(EngineState):
 
     def open(
         self,
-        tokens: Sequence[int],
+        tokens: Sequence[Token],
         *,
         max_tokens: int | None = None,
         salt: str = "",
+        lora: str = "",
         foreign: bool = False,
         boundaries: Sequence[int] = (),
     ) -> Request | None:
         """None where the request can never fit; asserts that exactly those are refused."""
         n, unit = len(tokens), self.oracle.unit
         most = n if max_tokens is None else max_tokens
-        space = ("foreign" if foreign else "native", salt)
+        space = self.space(foreign=foreign, salt=salt, lora=lora)
         fits = self.arena.admits(most)
         try:
             if foreign:
@@ -50,11 +52,18 @@ class Engine(EngineState):
                     prompt_tokens=n,
                     max_tokens=most,
                     salt=salt,
+                    lora=lora,
                     boundaries=boundaries,
                 )
             else:
                 handle = self.manager.open(
-                    np.array(tokens, np.int32), max_tokens=most, salt=salt, boundaries=boundaries
+                    np.array(plain(tokens), np.int32),
+                    max_tokens=most,
+                    salt=salt,
+                    lora=lora,
+                    media=media_of(tokens),
+                    embeddings=embeddings_of(tokens),
+                    boundaries=boundaries,
                 )
         except CapacityError:
             assert not fits, f"{most} tokens need {self.arena.needed(most)} of {self.slabs} slabs"
@@ -104,6 +113,7 @@ class Engine(EngineState):
         hit = self.manager.lookup(request.handle, maps)
         request.hit, request.looked_at = hit, len(request.tokens)
         request.present = [set(keys) for keys in tier]
+        self.saw("junction", hit.junction > 0)
         if hit.junction and hit.junction not in request.marks:
             request.marks.append(hit.junction)
         return hit
@@ -122,6 +132,7 @@ class Engine(EngineState):
         end = request.granted if upto is None else upto
         self.manager.commit(request.handle, end)
         works.append(self.work(request, request.committed, end))
+        self.saw("rejected guess", min(request.drafts, request.granted - end))
         before = set(request.pages())
         request.committed = end
         request.last_step = step
@@ -157,6 +168,7 @@ class Engine(EngineState):
         for work in works:
             self.content.write(work)
         self.manager.end_step(step)
+        self.saw("pin across a step", len(self.pinned))
         self.freed.pop(step, None)
         self.touched.pop(step, None)
         for work in works:
@@ -181,7 +193,7 @@ class Engine(EngineState):
         """Foreign: the last grid point with a key is complete when its spans are given up."""
         told = self.oracle.floor(min(request.computed, len(request.tokens)))
         point = self.point(request)
-        for g in self.oracle.tabled if told > point and not request.muted else ():
+        for g in self.oracle.tabled if told > point and not request.keyless else ():
             first = self.oracle.first_block(g, told)
             if any(number >= 0 for number in request.tables.get(g, [])[:first]):
                 found = (request.writes(self.oracle, g, e) for e in self.oracle.needs(g, point))
@@ -212,7 +224,10 @@ class Engine(EngineState):
         """What a resume at the last grid point needs gets its keys; open writes are dropped."""
         self.touch(request)
         point = self.point(request)
-        for g in self.oracle.kept_in_part if not request.muted else ():
+        pins = {self.group_page(*pin) for pin in self.pinned}
+        self.saw("pin that outlived a request", not pins.isdisjoint(request.pages()))
+        self.saw("retired request", request.retired and request.computed > 0)
+        for g in self.oracle.kept_in_part if not request.keyless else ():
             found = (request.writes(self.oracle, g, e) for e in self.oracle.needs(g, point))
             self.ever[g].update(k for k in found if k)
         for _, works in self.steps:
@@ -239,19 +254,42 @@ class Engine(EngineState):
     def clear(self, salt: str | None = None) -> None:
         """Every key goes, or those under one salt; who holds pages leaves none until it restarts."""
         count("clear")
-        self.audit.learn(self.ever)
         if salt is None:
             self.manager.clear()
         else:
             self.manager.clear(salt=salt)
-        self.ever = [{k for k in keys if not cleared(k.space, salt)} for keys in self.ever]
+        self._forget(lambda space: salt in (None, space[1]))
+
+    def retire(self, lora: str | None = None) -> None:
+        """The weights change, or an adapter's: nothing of before is found any more.
+
+        Requests that are open leave no keys, whatever becomes of them.
+        """
+        count("retire")
+        self.saw("retired key", sum(map(len, self.resident())))
+        if lora is None:
+            self.epoch += 1
+            self.manager.set_weights_epoch(self.epoch)
+        else:
+            self.versions[lora] = self.versions.get(lora, 0) + 1
+            self.manager.set_lora_version(lora, str(self.versions[lora]))
+
+        def gone(space: Space) -> bool:
+            return lora is None or (*space, "")[2] == lora
+
+        self._forget(gone)
         for request in self.requests:
-            if request.state != "waiting" and cleared(request.space, salt):
-                request.muted = True
+            if gone(request.space):
+                request.retired = True
+                self.saw(
+                    "hit of other weights", request.hit is not None and request.hit.hit_tokens > 0
+                )
+                request.hit, request.present = None, []
+
+    def _forget(self, gone: Callable[[Space], bool]) -> None:
+        self.audit.learn(self.ever)
+        self.ever = [{k for k in keys if not gone(k.space)} for keys in self.ever]
+        for request in self.requests:
+            request.muted |= request.state != "waiting" and gone(request.space)
         for load in self.loads.values():
-            if cleared(load.items[0][2].space, salt):
-                load.muted = True
-
-
-def cleared(space: Space, salt: str | None) -> bool:
-    return salt is None or space[1] == salt
+            load.muted |= gone(load.items[0][2].space)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from laws.counting import count, seen
+from laws.counting import count
 from laws.engine import Engine
 from laws.oracle import Key
+from laws.prompts import Covered
 from laws.records import Load, Page, Request, ceil_div
 
 from kvcache.core.records import Grant
@@ -52,8 +53,10 @@ def allocate(engine: Engine, request: Request, tokens: int, drafts: int = 0) -> 
     assert engine.frozen in (None, request), "a younger request was served while one is frozen"
     engine.frozen = None
     assert grant.hit_tokens in (hits if waiting else [0])
-    seen["hit"] += grant.hit_tokens > 0
-    seen["cut hit"] += grant.hit_tokens < hits[-1]
+    engine.saw("hit", grant.hit_tokens > 0)
+    engine.saw("cut hit", grant.hit_tokens < hits[-1])
+    covered = any(isinstance(token, Covered) for token in request.tokens[: grant.hit_tokens])
+    engine.saw("image or embeddings in a hit", covered)
     start = grant.hit_tokens if waiting else request.committed
     assert grant.start == start
     request.granted = grant.end
@@ -100,7 +103,7 @@ def _possible_hits(engine: Engine, request: Request, before: Before) -> list[int
 
     The oldest request may restart from a shorter hit, where that is what its quota allows.
     """
-    if request.hit is None:
+    if request.hit is None or request.retired:
         return [0]
     keys = engine.union(before.resident, request.present)
     found = []
@@ -128,7 +131,8 @@ def _check_refusal(engine: Engine, request: Request, before: Before, adopted: se
     if before.first:
         assert engine.resident() == before.resident
     why = engine.manager.blockage(request.handle)
-    seen[f"refused: {why}"] += 1
+    engine.saw("space refused")
+    engine.saw(f"refused: {why}")
     oldest = request is engine.requests[0]
     if engine.frozen not in (None, request):
         assert why == "frozen"
@@ -155,7 +159,7 @@ def _check_end(engine: Engine, request: Request, grant: Grant, start: int, token
     """A grant ends where it was asked to; sooner, where the request could never hold all that."""
     assert grant.load_pages == 0
     if grant.end != start + tokens:
-        seen["shortened"] += 1
+        engine.saw("shortened")
         assert start < grant.end < start + tokens
         assert not engine.unlimited
 
@@ -188,6 +192,7 @@ def _fresh_pages(engine: Engine, request: Request, before: Before, loaded: Taken
             and (g, table[end // block - 1]) not in loaded
         ]
         assert engine.manager.draft_holes(request.handle, g) == request.holes[g]
+        engine.saw("hole", len(request.holes[g]))
         fresh += [(g, table[i]) for i in request.holes[g]]
     return fresh
 
@@ -240,6 +245,7 @@ def _start_load(engine: Engine, request: Request, grant: Grant, before: Before) 
     assert {(g, key) for g, _, key in items if g in voters} == expected
     assert len(items) == grant.load_pages == len({(g, key) for g, _, key in items})
     assert grant.end == grant.start
+    engine.saw("load")
     request.load = grant.load
     engine.loads[grant.load] = Load(request, items)
     pages = [(group, page) for group, page, _ in items]
@@ -290,6 +296,7 @@ def end_load(engine: Engine, load: int, ok: list[bool]) -> None:
         engine.read_tables(request)
         engine.content.verify_reads(engine.work(request, request.computed, request.computed))
     else:
+        engine.saw("load that failed")
         engine.reset(request)
 
 

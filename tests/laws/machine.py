@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from laws import cases
+from laws.counting import count
 from laws.grants import abandon_load, end_load
-from laws.machine_base import LONGEST, MachineBase, chunks, cuts, outputs, picks, sizes, tails
+from laws.machine_base import (
+    LONGEST,
+    MachineBase,
+    chunks,
+    cuts,
+    items,
+    outputs,
+    picks,
+    sizes,
+    tails,
+)
+from laws.prompts import cover, whole
 from laws.records import Request
 from laws.verify import verify
-
-from kvcache.core.errors import MisuseError
 
 
 class ManagerMachine(MachineBase):
@@ -27,7 +36,9 @@ class ManagerMachine(MachineBase):
         tail=tails,
         output=outputs,
         elsewhere=cuts,
+        item=items,
         salt=st.sampled_from(["", "", "", "s"]),
+        lora=st.sampled_from(["", "", "", "l"]),
         boundaries=st.lists(st.integers(0, LONGEST), max_size=2),
     )
     def open_with_a_shared_head(
@@ -37,11 +48,15 @@ class ManagerMachine(MachineBase):
         tail: list[int],
         output: int,
         elsewhere: int,
+        item: str,
         salt: str,
+        lora: str,
         boundaries: list[int],
     ) -> None:
+        """Images and embeddings stand at the start of the tail, and soon in heads of others."""
         head = self.history[pick % len(self.history)].tokens[:cut] if self.history else []
-        self.open([*head, *tail], output, elsewhere, salt=salt, boundaries=boundaries)
+        tokens = [*whole(head), *cover(tail, item, pick % 3)]
+        self.open(tokens, output, elsewhere, salt=salt, lora=lora, boundaries=boundaries)
 
     @precondition(lambda self: self.has_room() and self.history)
     @rule(pick=picks, output=outputs, elsewhere=cuts, foreign=st.booleans())
@@ -49,14 +64,14 @@ class ManagerMachine(MachineBase):
         """The same prompt: a resend, or a twin. With foreign keys it shares with no native one."""
         old = self.history[pick % len(self.history)]
         prompt = old.tokens[: old.prompt]
-        self.open(prompt, output, elsewhere, salt=old.space[1], foreign=foreign)
+        self.open(prompt, output, elsewhere, salt=old.space[1], lora=old.lora, foreign=foreign)
 
     @precondition(lambda self: self.has_room() and self.history)
     @rule(pick=picks, cut=st.integers(0, LONGEST), tail=tails, output=outputs, chunk=chunks)
     def whole_turn(self, pick: int, cut: int, tail: list[int], output: int, chunk: int) -> None:
         """From open to finish, as far as there is space: fills the cache."""
         head = self.history[pick % len(self.history)].tokens[:cut]
-        request = self.open([*head, *tail], output, 0)
+        request = self.open([*whole(head), *tail], output, 0)
         while request and request.committed < request.max_tokens:
             if len(self.engine.steps) == self.engine.max_open_steps:
                 self.end_step(pick % 3)
@@ -78,14 +93,15 @@ class ManagerMachine(MachineBase):
         old = self.some(pick, "running")
         self.engine.finish(old)
         foreign = old.space[0] == "foreign"
-        self.open([*old.tokens, *tail], output, 0, salt=old.space[1], foreign=foreign)
+        tokens = [*old.tokens, *tail]
+        self.open(tokens, output, 0, salt=old.space[1], lora=old.lora, foreign=foreign)
 
     @precondition(lambda self: self.engine.requests)
-    @rule(pick=picks, count=st.integers(1, 5), sample=cases.token)
-    def extend(self, pick: int, count: int, sample: int) -> None:
+    @rule(pick=picks, more=st.integers(1, 5), sample=cases.token)
+    def extend(self, pick: int, more: int, sample: int) -> None:
         request = self.some(pick, "running", "waiting", "loading")
         room = request.max_tokens - len(request.tokens)
-        self.engine.extend(request, [sample] * min(count, room))
+        self.engine.extend(request, [sample] * min(more, room))
 
     # ---- lookup and allocation
 
@@ -206,6 +222,14 @@ class ManagerMachine(MachineBase):
             self.engine.clear(salt)
             self.items = self.engine.manager.take_keyed()[:0]
 
+    @precondition(lambda self: len(self.history) > 2)
+    @rule(lora=st.sampled_from([None, "l"]), dice=st.integers(0, 5))
+    def change_weights(self, lora: str | None, dice: int) -> None:
+        """The model's, or an adapter's: at any moment, but seldom."""
+        if not dice:
+            self.engine.retire(lora)
+            self.items = self.engine.manager.take_keyed()[:0]
+
     # ---- requests go
 
     @precondition(lambda self: self.any_in("running"))
@@ -223,7 +247,7 @@ class ManagerMachine(MachineBase):
     def preempt(self, pick: int) -> None:
         """Law 9: what was computed is there again, to the grid; one token is always left."""
         engine, request = self.engine, self.some(pick, "running", "loading")
-        point = 0 if request.muted else engine.point(request)
+        point = 0 if request.keyless else engine.point(request)
         engine.preempt(request)
         self.lookup(request, [])
         assert request.hit
@@ -242,19 +266,20 @@ class ManagerMachine(MachineBase):
             return
         end_load(self.engine, load, [i not in bad for i in range(len(loads[load].items))])
 
-    @rule(pick=picks, count=st.integers(1, 12), keep=st.sampled_from([False, False, True]))
-    def store(self, pick: int, count: int, keep: bool) -> None:
+    @rule(pick=picks, most=st.integers(1, 12), keep=st.sampled_from([False, False, True]))
+    def store(self, pick: int, most: int, keep: bool) -> None:
         """Pages that have their key still are pinned and read; the pins end now or later."""
         engine = self.engine
         fresh = engine.manager.take_keyed()
         self.items = np.concatenate([self.items, fresh]).astype(fresh.dtype)
         first = pick % max(len(self.items), 1)
-        chosen = self.items[first : first + count].copy()
+        chosen = self.items[first : first + most].copy()
         keys = [self.key_of(item) for item in chosen]
         groups = [int(item["group"]) for item in chosen]
         there = [engine.find(g, key) for g, key in zip(groups, keys, strict=True)]
         if engine.frozen:
             there = [-1] * len(there)
+        count("pin")
         assert engine.manager.pin(chosen).tolist() == there
         for g, key, number in zip(groups, keys, there, strict=True):
             if number >= 0:
@@ -269,11 +294,7 @@ class ManagerMachine(MachineBase):
     @rule(pick=picks)
     def unpin(self, pick: int) -> None:
         pinned = self.engine.pinned
-        group, page = pinned.pop(pick % len(pinned))
-        self.engine.manager.unpin(group, np.array([page], np.int32))
-        if (group, page) not in pinned:
-            with pytest.raises(MisuseError):
-                self.engine.manager.unpin(group, np.array([page], np.int32))
+        self.unpin_one(*pinned[pick % len(pinned)])
 
     # ---- always
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import note, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 from laws import cases
+from laws.counting import count
 from laws.engine import Engine
 from laws.grants import allocate
 from laws.oracle import Key
+from laws.prompts import IMAGES, ROWS, Token, whole
 from laws.records import Request
 
+from kvcache.core.errors import MisuseError
 from kvcache.core.records import UNLIMITED, Grant
 
 LONGEST = 56
@@ -24,6 +28,8 @@ tails = cases.texts(20)
 outputs = st.integers(0, 16)
 chunks = st.integers(1, 24)
 cuts = st.sampled_from([0, 0, 12, LONGEST])
+items = st.sampled_from(["", "", *IMAGES, *ROWS])
+"""What stands in a prompt beside tokens."""
 
 
 class MachineBase(RuleBasedStateMachine):
@@ -83,20 +89,22 @@ class MachineBase(RuleBasedStateMachine):
 
     def open(
         self,
-        tokens: Sequence[int],
+        tokens: Sequence[Token],
         output: int,
         elsewhere: int,
         *,
         salt: str = "",
+        lora: str = "",
         foreign: bool = False,
         boundaries: Sequence[int] = (),
     ) -> Request | None:
         """Another replica may have stored a head of the prompt: blocks to a cut, the state there."""
-        tokens = tokens[: max(self.longest - output, 1)]
+        tokens = whole(tokens[: max(self.longest - output, 1)])
         request = self.engine.open(
             tokens,
             max_tokens=len(tokens) + output,
             salt=salt,
+            lora=lora,
             foreign=foreign,
             boundaries=[b for b in boundaries if b <= len(tokens)],
         )
@@ -175,3 +183,21 @@ class MachineBase(RuleBasedStateMachine):
             for key in engine.ever[group]
             if engine.digests.of(group, key) == digest and engine.digests.namespace(key.space) == ns
         )
+
+    def unpin_one(self, group: int, page: int) -> None:
+        """Law 15: through its own group, and once. Groups of one class share the page numbers."""
+        engine = self.engine
+        numbers = np.array([page], np.int32)
+        for other in engine.groups:
+            if (
+                engine.classes[other] == engine.classes[group]
+                and (other, page) not in engine.pinned
+            ):
+                with pytest.raises(MisuseError):
+                    engine.manager.unpin(other, numbers)
+        count("unpin")
+        engine.pinned.remove((group, page))
+        engine.manager.unpin(group, numbers)
+        if (group, page) not in engine.pinned:
+            with pytest.raises(MisuseError):
+                engine.manager.unpin(group, numbers)

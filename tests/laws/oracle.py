@@ -11,20 +11,22 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from laws.prompts import Token
+
 from kvcache import Geometry
 from kvcache.core.retain import RetentionPolicy
 from kvcache.core.specs.base import GroupRules
 from kvcache.retention import Sparse
 
 Space = tuple[str, ...]
-"""Who may share: native or foreign keys, salt, adapter."""
+"""Who may share: native or foreign keys, salt; and if there are any, adapter, its version, weights."""
 
 
 class Key(NamedTuple):
     """What a page is found under, in one group."""
 
     space: Space
-    tokens: tuple[int, ...]
+    tokens: tuple[Token, ...]
     end: int
 
 
@@ -121,7 +123,7 @@ class Oracle:
         self,
         group: int,
         space: Space,
-        tokens: Sequence[int],
+        tokens: Sequence[Token],
         end: int,
         key_limit: int | None = None,
     ) -> Key | None:
@@ -132,18 +134,20 @@ class Oracle:
             return None
         return Key(space, tuple(tokens[:covered]), end)
 
-    def serves(self, group: int, keys: Keys, space: Space, tokens: Sequence[int], at: int) -> bool:
+    def serves(
+        self, group: int, keys: Keys, space: Space, tokens: Sequence[Token], at: int
+    ) -> bool:
         return all(self.key(group, space, tokens, e) in keys[group] for e in self.needs(group, at))
 
     def hits(
-        self, space: Space, tokens: Sequence[int], keys: Keys, key_limit: int | None = None
+        self, space: Space, tokens: Sequence[Token], keys: Keys, key_limit: int | None = None
     ) -> list[int]:
         """Every position that all groups can serve, ascending, 0 among them."""
         voters = [*self.full, *self.sparse]
         return self._served(voters, space, tokens, keys, key_limit)
 
     def walk(
-        self, space: Space, tokens: Sequence[int], keys: Keys, key_limit: int | None = None
+        self, space: Space, tokens: Sequence[Token], keys: Keys, key_limit: int | None = None
     ) -> Walk:
         """Brute force over every grid point. Draft and private groups have no say.
 
@@ -156,7 +160,7 @@ class Oracle:
         self,
         groups: Sequence[int],
         space: Space,
-        tokens: Sequence[int],
+        tokens: Sequence[Token],
         keys: Keys,
         key_limit: int | None,
     ) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from laws.oracle import Key, Oracle, Space
+from laws.prompts import Token
 
 from kvcache.core.records import Hit, StatePlan
 
@@ -23,7 +24,7 @@ class Request:
 
     handle: int
     space: Space
-    tokens: list[int]
+    tokens: list[Token]
     prompt: int
     max_tokens: int
     key_limit: int
@@ -62,6 +63,16 @@ class Request:
     wrote_private: bool = False
     muted: bool = False
     """Keys were cleared while it held pages: it leaves none until it starts anew."""
+    retired: bool = False
+    """The weights have changed since it was opened: it finds no keys and leaves none."""
+
+    @property
+    def lora(self) -> str:
+        return (*self.space, "")[2]
+
+    @property
+    def keyless(self) -> bool:
+        return self.muted or self.retired
 
     def page(self, group: int, number: int) -> Page:
         return self.classes[group], int(number)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from laws import cases
 from laws.audit import Audit
 from laws.content import Content, Digests
 from laws.counting import seen
-from laws.oracle import Key, Oracle, Walk
+from laws.oracle import Key, Oracle, Space, Walk
 from laws.records import Load, Page, Request, Work, ceil_div
 from laws.space import Arena
 
@@ -45,7 +46,8 @@ class EngineState:
         self.arena = Arena(geometry, slabs)
         self.content = Content(self.oracle)
         self.digests = Digests(self.oracle)
-        self.audit = Audit(self.oracle, self.digests)
+        self.name = cases.name_of(geometry)
+        self.audit = Audit(self.oracle, self.digests, self.name)
         self.groups = range(len(geometry.groups))
         self.classes = list(geometry.class_of_group)
         self.max_open_steps, self.movable = max_open_steps, movable
@@ -62,12 +64,29 @@ class EngineState:
         self.ever: list[set[Key]] = [set() for _ in self.groups]
         self.pinned: list[tuple[int, int]] = []
         """Group and page of each pin."""
+        self.epoch = 0
+        """Of the weights."""
+        self.versions: dict[str, int] = {}
+        """Of the adapters that were loaded again."""
+        self.evictions = 0
+        """So many were counted."""
+
+    def saw(self, what: str, times: int = 1) -> None:
+        """Something came about."""
+        if times:
+            seen[what, self.name] += times
 
     @property
     def unlimited(self) -> bool:
         return self.slabs == UNLIMITED
 
     # ---- keys
+
+    def space(self, *, foreign: bool, salt: str, lora: str) -> Space:
+        """Who shares with a request that is opened now."""
+        who = ("foreign" if foreign else "native", salt)
+        version = self.versions.get(lora, 0)
+        return (*who, lora, str(version), str(self.epoch)) if lora or self.epoch else who
 
     def find(self, group: int, key: Key) -> int:
         """The page under which a lookup would find a key, or -1."""
@@ -109,7 +128,7 @@ class EngineState:
 
     def add_keys(self, request: Request, start: int, end: int, keys: list[set[Key]]) -> None:
         """What gets a key when a request goes from `start` to `end`."""
-        for g in self.groups if not request.muted else ():
+        for g in self.groups if not request.keyless else ():
             ends = self.oracle.keyed(g, self.kept(request, g, start, end), start, end)
             found = (request.writes(self.oracle, g, e) for e in ends)
             keys[g].update(k for k in found if k)
@@ -131,6 +150,8 @@ class EngineState:
 
     def walk(self, request: Request, *sources: KeySets, tokens: int | None = None) -> Walk:
         """Longest hit of the first `tokens` (all), by brute force over a union of key sets."""
+        if request.retired:
+            return Walk(0, 0)
         text, keys = request.tokens[:tokens], self.union(*sources)
         return self.oracle.walk(request.space, text, keys, request.key_limit)
 
@@ -177,7 +198,7 @@ class EngineState:
             pages = ((size_class, old), (size_class, new))
             assert not in_use.intersection(pages), f"a held page was moved or overwritten: {pages}"
             self.content.move(*pages)
-            seen["moved page"] += 1
+            self.saw("moved page")
 
     def touch(self, request: Request) -> None:
         """What the request kept at its boundaries goes back together with its pages."""

@@ -16,6 +16,7 @@ from kvcache import (
     MisuseError,
     Sparse,
 )
+from kvcache.core.records import UNLIMITED
 
 
 @pytest.mark.parametrize("case", MISUSE)
@@ -75,6 +76,37 @@ def test_law_15_a_pin_ends_once() -> None:
     with pytest.raises(MisuseError):
         scene.manager.unpin(scene.group, scene.page)
     scene.manager.check()
+
+
+def test_law_15_a_pin_ends_through_the_group_that_it_was_made_for() -> None:
+    """Groups of one size class share the page numbers, and nothing else."""
+    geometry = cases.GEOMETRIES["gemma"]
+    m = Manager(geometry, slabs=UNLIMITED, retention=Sparse())
+    handle = m.open(PROMPT)
+    m.lookup(handle)
+    step = m.begin_step()
+    assert m.allocate(handle, len(PROMPT))
+    m.commit(handle, len(PROMPT))
+    m.end_step(step)
+    items = m.take_keyed()
+    windows = [int(i["group"]) for i in items if geometry.rules[int(i["group"])].kind == "span"]
+    assert len({geometry.class_of_group[g] for g in windows}) == 1 < len(set(windows))
+    pages = m.pin(items)
+    m.finish(handle)
+    before = (m.stats(), m.arena_stats())
+    for item, page in zip(items, pages, strict=True):
+        group, numbers = int(item["group"]), np.array([page], np.int32)
+        for other in range(len(geometry.groups)):
+            same_class = geometry.class_of_group[other] == geometry.class_of_group[group]
+            if other != group and same_class:
+                with pytest.raises(MisuseError):
+                    m.unpin(other, numbers)
+    assert (m.stats(), m.arena_stats()) == before
+    m.check()
+    for item, page in zip(items, pages, strict=True):
+        m.unpin(int(item["group"]), np.array([page], np.int32))
+    assert m.stats().pinned == 0
+    assert not any(c.held for c in m.arena_stats().classes)
 
 
 def test_law_15_closing_leaves_nothing_behind_after_every_misuse_in_a_row() -> None:

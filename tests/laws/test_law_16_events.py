@@ -9,11 +9,12 @@ from laws.counting import seen
 from laws.drive import compute, open_request, run
 from laws.engine import Engine
 from laws.grants import allocate
+from laws.oracle import Oracle
 from laws.pressure import release, squeeze
 from laws.verify import verify
 from numpy.typing import NDArray
 
-from kvcache.core.events import AllBlocksCleared, ReferenceIndex
+from kvcache.core.events import AllBlocksCleared, BlockStored, ReferenceIndex
 from kvcache.core.manager import Manager
 from kvcache.core.records import UNLIMITED
 
@@ -116,7 +117,50 @@ def test_law_16_one_look_at_the_end_gives_the_same_keys_as_many(
         assert not index.unknown_removals
         ends.append({shelf: index.keys(shelf.group) for shelf in index.shelves()})
     assert ends[0] == ends[1]
-    seen["keys told"] += sum(map(len, ends[0].values()))
+    seen["keys told", name] += sum(map(len, ends[0].values()))
+
+
+@cases.law(80)
+@given(
+    name=cases.names,
+    interval=cases.intervals,
+    prompt=cases.texts(60, least=24),
+    declared=st.lists(st.integers(0, 60), max_size=2),
+)
+def test_law_16_neighbouring_blocks_are_told_as_one_event_and_a_gap_makes_two(
+    name: str, interval: int | None, prompt: list[int], declared: list[int]
+) -> None:
+    """What one step stores, of a prompt computed at once."""
+    geometry = cases.GEOMETRIES[name]
+    oracle = Oracle.of(geometry)
+    policy, n = cases.policy_of(geometry, interval), len(prompt)
+    manager = Manager(geometry, slabs=UNLIMITED, retention=policy, events=True)
+    inside = [b for b in declared if b <= n]
+    handle = manager.open(prompt, boundaries=inside)
+    manager.lookup(handle)
+    step = manager.begin_step()
+    assert manager.allocate(handle, n)
+    manager.commit(handle, n)
+    manager.end_step(step)
+    told: list[list[range]] = [[] for _ in oracle.groups]
+    keys = manager.group_digests(handle)
+    for event in manager.take_events():
+        assert isinstance(event, BlockStored)
+        group = event.group_idx
+        assert group is not None
+        block = oracle.blocks[group]
+        ends = {key.tobytes(): (i + 1) * block for i, key in enumerate(keys[group])}
+        first, last = (ends[bytes(event.block_hashes[i])] for i in (0, -1))  # type: ignore[arg-type]
+        assert len(range(first, last + 1, block)) == len(event.block_hashes)
+        told[group].append(range(first, last + 1, block))
+    for g, runs in enumerate(told):
+        kept = oracle.kept(policy, g, n, inside, 0, n)
+        keyed = oracle.keyed(g, kept, 0, n)
+        expected = {e for e in keyed if oracle.key(g, ("native", ""), prompt, e)}
+        assert sorted(e for run in runs for e in run) == sorted(expected)
+        gaps = sum(e + oracle.blocks[g] not in expected for e in expected)
+        assert len(runs) == gaps, f"group {g}: {runs}"
+        seen["gap between events", name] += gaps > 1
 
 
 def test_law_16_a_reader_that_comes_too_late_is_told_to_start_over() -> None:

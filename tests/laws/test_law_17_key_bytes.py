@@ -39,7 +39,7 @@ def root(unit: int, *, salt: str = "", lora: str = "", version: str = "") -> byt
 
 
 def media_item(identifier: str, offset: int, length: int) -> Item:
-    return offset, length, sha(b"kvcache/media/1\0", identifier.encode())
+    return offset, length, sha(b"kvcache/media/2\0", struct.pack("<q", length), identifier.encode())
 
 
 def embedding_items(offset: int, values: np.ndarray, unit: int) -> list[Item]:
@@ -135,7 +135,7 @@ def test_law_17_keys_of_today_are_keys_of_tomorrow() -> None:
     mixed = links_of(m, range(12), salt="s", lora="x", media=media, embeddings=embeddings)  # type: ignore[arg-type]
     frozen = ["9522a4f9d98f504b", "204c2d1c27b39829", "be4bab088672431e"]
     assert [link.hex()[:16] for link in plain] == frozen
-    frozen = ["c4b7c34a21b00065", "d9129980a9b7a93e", "08d782283189fff2"]
+    frozen = ["2722a13983b460e8", "5ae4aba533d79482", "a8b02ddafda2a4c8"]
     assert [link.hex()[:16] for link in mixed] == frozen
 
 

@@ -45,6 +45,9 @@ def _verify_keys(engine: Engine) -> None:
     pending, possible = engine.pending(), engine.pending(orphans=True)
     pages = set()
     there: list[set[Key]] = []
+    evictions = engine.manager.arena_stats().evictions
+    engine.saw("evicted key", evictions - engine.evictions)
+    engine.evictions = evictions
     for g in engine.groups:
         resident = {k: page for k in engine.ever[g] if (page := engine.find(g, k)) >= 0}
         there.append(set(resident))

@@ -1,0 +1,97 @@
+"""Readers outside (a tier that stores or loads) leave the order of eviction as it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given, strategies as st
+from laws import cases
+from laws.counting import count
+from laws.drive import compute, decode, open_request
+from laws.engine import Engine
+from laws.pressure import Snapshot, release, squeeze
+
+MOMENTS = 4
+"""In a turn: before it, in its middle, before its end, after it."""
+
+
+class Readers:
+    """Pin pages as a tier does, and let go of them later, in another order."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine, self.random = engine, random.Random(seed)
+        self.items = engine.manager.take_keyed()
+
+    def come_and_go(self) -> None:
+        engine, draw = self.engine, self.random
+        fresh = engine.manager.take_keyed()
+        self.items = np.concatenate([self.items, fresh]).astype(fresh.dtype)
+        self.leave(draw.randint(0, len(engine.pinned)))
+        chosen = self.items[[draw.random() < 0.4 for _ in self.items]].copy()
+        count("pin")
+        for item, page in zip(chosen, engine.manager.pin(chosen).tolist(), strict=True):
+            if page >= 0:
+                engine.pinned.append((int(item["group"]), page))
+
+    def leave(self, many: int) -> None:
+        pinned = self.engine.pinned
+        for _ in range(many):
+            group, page = pinned.pop(self.random.randrange(len(pinned)))
+            count("unpin")
+            self.engine.manager.unpin(group, np.array([page], np.int32))
+
+
+def evictions(
+    name: str, interval: int | None, slabs: int, history: Sequence[cases.Turn], seed: int | None
+) -> list[Snapshot]:
+    """What is resident, while an arena fills that was large enough for a history. None: no readers."""
+    geometry = cases.ONE_SIZE[name]
+    engine = Engine(geometry, cases.policy_of(geometry, interval), slabs=slabs)
+    play(engine, history, None if seed is None else Readers(engine, seed))
+    assert not engine.manager.arena_stats().evictions
+    order = [engine.resident(), *squeeze(engine)]
+    release(engine)
+    return order
+
+
+def play(engine: Engine, history: Sequence[cases.Turn], readers: Readers | None) -> None:
+    done: list[list[int]] = []
+    for turn in history:
+        prompt = turn.prompt(done)
+        for moment in range(MOMENTS):
+            if readers:
+                readers.come_and_go()
+            if moment == 0:
+                request = open_request(engine, prompt, output=len(turn.output))
+                compute(engine, request, upto=len(prompt) // 2, chunks=turn.chunks)
+            elif moment == 1:
+                compute(engine, request, chunks=turn.chunks)
+                decode(engine, request, turn.output)
+            elif moment == 2:
+                engine.finish(request)
+        done.append([*prompt, *turn.output])
+    if readers:
+        readers.leave(len(engine.pinned))
+
+
+@cases.law(60)
+@given(
+    name=st.sampled_from(sorted(cases.ONE_SIZE)),
+    interval=cases.intervals,
+    history=st.lists(cases.turns, min_size=1, max_size=4),
+    seed=st.integers(0, 2**16),
+)
+def test_law_14_pins_do_not_change_what_goes_when(
+    name: str, interval: int | None, history: list[cases.Turn], seed: int
+) -> None:
+    """Pinned while cached: the page goes back to its place. Pinned while a request holds it: it gets
+    the place of the time at which the request let go.
+    """
+    geometry = cases.ONE_SIZE[name]
+    engine = Engine(geometry, cases.policy_of(geometry, interval))
+    play(engine, history, Readers(engine, seed))
+    slabs = max(engine.manager.arena_stats().created, geometry.slabs_needed(60))
+    with_readers = evictions(name, interval, slabs, history, seed)
+    assert with_readers == evictions(name, interval, slabs, history, None)
