@@ -148,13 +148,42 @@ def test_close_sends_what_is_queued_and_refuses_more(context: zmq.Context, at: s
 
 def test_publisher_connects_to_a_subscriber_that_binds(context: zmq.Context) -> None:
     with EventSubscriber("tcp://127.0.0.1:*", bind=True, context=context) as subscriber:
-        address = subscriber._socket.get_string(zmq.LAST_ENDPOINT)
+        address = subscriber._socket.place
         with EventPublisher(address, context=context) as publisher:
             got = None
             while got is None:
                 publisher.publish([event(1)])
                 got = subscriber.receive(0.05)
             assert isinstance(got, Received | Lost)
+
+
+def test_an_address_is_bound_where_it_is_asked_for(context: zmq.Context) -> None:
+    with EventPublisher("tcp://127.0.0.1:0", bind=True, context=context) as publisher:
+        assert not publisher.endpoint.endswith(":0")
+        with EventSubscriber(publisher.endpoint, from_start=False, context=context) as subscriber:
+            while (got := subscriber.receive(0.05)) is None:
+                publisher.publish([event(1)])
+            assert isinstance(got, Received)
+
+
+def test_a_name_is_connected_to_where_it_is_asked_for(context: zmq.Context, at: str) -> None:
+    with (
+        EventSubscriber(f"{at}/live", bind=True, from_start=False, context=context) as subscriber,
+        EventPublisher(f"{at}/live", bind=False, context=context) as publisher,
+    ):
+        while (got := subscriber.receive(0.05)) is None:
+            publisher.publish([event(1)])
+        assert isinstance(got, Received)
+
+
+def test_an_address_without_a_star_cannot_be_bound_twice_and_is_no_error_to_connect_to(
+    context: zmq.Context,
+) -> None:
+    with EventPublisher("tcp://127.0.0.1:0", bind=True, context=context) as first:
+        with pytest.raises(ConfigError, match="cannot be published at"):
+            EventPublisher(first.endpoint, bind=True, context=context)
+        with EventPublisher(first.endpoint, context=context) as second:  # vLLM's rule
+            assert second.publish([event(0)])
 
 
 def test_settings_that_cannot_work_are_named(context: zmq.Context, at: str) -> None:
@@ -166,6 +195,8 @@ def test_settings_that_cannot_work_are_named(context: zmq.Context, at: str) -> N
         EventPublisher("nonsense", context=context)
     with pytest.raises(ConfigError, match="replay_timeout_seconds"):
         EventSubscriber(f"{at}/live", replay_timeout_seconds=0, context=context)
+    with pytest.raises(ConfigError, match="topic has 1001 bytes"):
+        EventSubscriber(f"{at}/live", topic="t" * 1001, context=context)
     with pytest.raises(ConfigError, match="cannot subscribe"):
         EventSubscriber("nonsense", context=context)
 

@@ -11,9 +11,7 @@ The thread does not die silently: its error is raised by the next `publish`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -24,8 +22,8 @@ import zmq
 
 from kvcache.core.errors import ConfigError, InputError, KVCacheError, MisuseError
 from kvcache.core.events.encode import encode_batches
-from kvcache.core.events.endpoints import for_rank, is_bound
 from kvcache.core.events.outbox import Outbox
+from kvcache.core.events.publisher_sockets import PublisherSockets
 from kvcache.core.events.records import Event, EventBatch, with_int_hashes
 from kvcache.core.events.replay import ReplayBuffer
 from kvcache.core.events.replay_server import ReplayServer
@@ -63,13 +61,16 @@ class EventPublisher:
     """One stream of numbered batches. Methods may be called from any thread.
 
     Args:
-        endpoint: of the PUB socket. Bound if it has `*` or `::` in it or is ipc or inproc, else
-            connected to: vLLM's rule.
+        endpoint: of the PUB socket, which subscribers connect to: `tcp://*:5557`.
+        bind: whether to bind `endpoint`. None is vLLM's rule: bound if it has `*` or `::` in it or is
+            ipc or inproc, else *connected to*, for a subscriber that binds. So `tcp://127.0.0.1:5557`
+            reaches nobody who connects to it, unless `bind=True`.
         replay_endpoint: of the ROUTER socket, always bound; None: no replay.
         data_parallel_rank: written into each batch, and added to the ports.
         max_queue_batches: that wait for the thread.
         buffer_batches, buffer_bytes: bounds of what a replay can give.
-        hwm: batches that ZeroMQ holds for one slow subscriber before it drops.
+        hwm: batches that ZeroMQ holds for one slow subscriber before it drops; each is at most
+            `max_batch_bytes`, or one event.
         max_batch_bytes: larger batches are cut between events.
         int_hashes: send the low 64 bits of each key as an integer: vLLM's default, for consumers
             that take nothing else. Bytes are the whole key, and safe from collisions.
@@ -80,13 +81,14 @@ class EventPublisher:
         self,
         endpoint: str = "tcp://*:5557",
         *,
+        bind: bool | None = None,
         replay_endpoint: str | None = None,
         topic: str = "",
         data_parallel_rank: int = 0,
         max_queue_batches: int = 1_000,
         buffer_batches: int = 10_000,
         buffer_bytes: int = 256 * 2**20,
-        hwm: int = 100_000,
+        hwm: int = 10_000,
         max_batch_bytes: int = 2**20,
         replay_timeout_seconds: float = 30.0,
         int_hashes: bool = False,
@@ -110,15 +112,19 @@ class EventPublisher:
         self._batches = self._bytes = self._unencodable = 0
         self._closing_at: float | None = None
         self._failure: BaseException | None = None
-        context = context or zmq.Context.instance()
-        self._pub = context.socket(zmq.PUB)
-        self._router = context.socket(zmq.ROUTER) if replay_endpoint is not None else None
-        self._wake_read, self._wake_write = socket.socketpair()
+        self._sockets = PublisherSockets(
+            context or zmq.Context.instance(),
+            endpoint,
+            replay_endpoint,
+            rank=data_parallel_rank,
+            bind=bind,
+            hwm=hwm,
+        )
+        self.endpoint, self.replay_endpoint = self._sockets.endpoint, self._sockets.replay_endpoint
         self._replays: ReplayServer | None = None
-        self.endpoint, self.replay_endpoint = self._open(endpoint, replay_endpoint, hwm)
-        if self._router is not None:
+        if self._sockets.router is not None:
             self._replays = ReplayServer(
-                self._router, self._buffer, self._topic, replay_timeout_seconds
+                self._sockets.router, self._buffer, self._topic, replay_timeout_seconds
             )
         self._thread = threading.Thread(target=self._run, name="kvcache-events", daemon=True)
         self._thread.start()
@@ -137,14 +143,14 @@ class EventPublisher:
         now = time.time() if ts is None else ts
         batch = EventBatch(ts=now, events=tuple(events), data_parallel_rank=self._rank)
         taken = self._outbox.put(batch)
-        self._wake()
+        self._sockets.wake()
         return taken
 
     def gap(self) -> None:
         """Skip a number: events were lost before they came here, and subscribers shall see it."""
         self._check_open()
         self._outbox.put_gap()
-        self._wake()
+        self._sockets.wake()
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until all that was published is with ZeroMQ. False: not within the time."""
@@ -157,7 +163,7 @@ class EventPublisher:
         """
         if self._closing_at is None:
             self._closing_at = time.monotonic() + timeout_seconds
-        self._wake()
+        self._sockets.wake()
         self._thread.join(timeout_seconds + 1.0)
         return not self._thread.is_alive() and not len(self._outbox)
 
@@ -188,42 +194,6 @@ class EventPublisher:
         if self._closing_at is not None:
             raise MisuseError("publish after close: the publisher is closed")
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: the thread is awake; closed: it has ended
-            self._wake_write.send(b"\0")
-
-    # ---- sockets -------------------------------------------------------------------------------
-
-    def _open(self, endpoint: str, replay: str | None, hwm: int) -> tuple[str, str | None]:
-        """Bind or connect; where the sockets really are (a port of 0 becomes the port given)."""
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
-        place = endpoint
-        try:
-            place = for_rank(endpoint, self._rank)
-            self._pub.set_hwm(hwm)
-            if is_bound(place):
-                self._pub.bind(place)
-            else:
-                self._pub.connect(place)
-            bound = self._pub.get_string(zmq.LAST_ENDPOINT)
-            if self._router is None or replay is None:
-                return bound, None
-            place = for_rank(replay, self._rank)
-            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._router.bind(place)
-            return bound, self._router.get_string(zmq.LAST_ENDPOINT)
-        except (zmq.ZMQError, ConfigError) as error:
-            self._close_sockets(0)
-            raise ConfigError(f"events cannot be published at {place}: {error}") from error
-
-    def _close_sockets(self, linger_milliseconds: int) -> None:
-        self._pub.close(linger=linger_milliseconds)
-        if self._router is not None:
-            self._router.close(linger=linger_milliseconds)
-        self._wake_read.close()
-        self._wake_write.close()
-
     # ---- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -234,18 +204,17 @@ class EventPublisher:
             LOGGER.exception("the thread that publishes KV events has ended")
         finally:
             left = (self._closing_at or 0.0) - time.monotonic()
-            self._close_sockets(max(0, int(left * 1000)))
+            self._sockets.close(max(0, int(left * 1000)))
             self._outbox.shut()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._wake_read, zmq.POLLIN)
-        if self._router is not None:
-            poller.register(self._router, zmq.POLLIN)
+        poller.register(self._sockets.wake_read, zmq.POLLIN)
         while not self._finished():
+            if self._replays is not None:  # requests that nobody reads must not wake the thread
+                poller.register(self._sockets.router, 0 if self._replays.full else zmq.POLLIN)
             poller.poll(self._patience())
-            with contextlib.suppress(BlockingIOError):
-                self._wake_read.recv(4096)
+            self._sockets.awake()
             self._send_live()
             if self._replays is not None:
                 self._replays.serve()
@@ -286,7 +255,7 @@ class EventPublisher:
             self._seq += 1
             return
         for payload in payloads:
-            self._pub.send_multipart((self._topic, self._seq.to_bytes(8, "big"), payload))
+            self._sockets.pub.send_multipart((self._topic, self._seq.to_bytes(8, "big"), payload))
             self._buffer.append(self._seq, payload)
             self._batches += 1
             self._bytes += len(payload)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import zmq
 
 from kvcache.core.events.replay import END_SEQ
+from kvcache.core.events.sockets import MAX_ANSWERS, bound_incoming, receive
 
 MAX_SEQ = 2**63 - 1
 
@@ -27,7 +28,12 @@ def sequence_number(frame: bytes) -> int | None:
 
 
 def ask_replay(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, timeout_seconds: float
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    start: int,
+    timeout_seconds: float,
+    *,
+    max_payload_bytes: int,
 ) -> Generator[ReplayAnswer]:
     """Batches from number `start` on, ascending, as they come; ends with the endpoint's end mark.
 
@@ -38,7 +44,8 @@ def ask_replay(
     least = start
     dealer = context.socket(zmq.DEALER)
     try:
-        dealer.set_hwm(1000)  # a slow reader slows the endpoint down, not fills the memory
+        # A slow reader slows the endpoint down, not fills the memory.
+        bound_incoming(dealer, frame_bytes=max_payload_bytes, messages=MAX_ANSWERS)
         dealer.connect(endpoint)
         dealer.setsockopt(zmq.SNDTIMEO, int(timeout_seconds * 1000))
         dealer.send_multipart((b"", start.to_bytes(8, "big")))
@@ -46,7 +53,7 @@ def ask_replay(
             if not dealer.poll(int(timeout_seconds * 1000)):
                 yield ReplayAnswer(-1, b"", f"no end of the replay within {timeout_seconds} s")
                 return
-            frames = dealer.recv_multipart()
+            frames = receive(dealer)
             if len(frames) in {3, 4} and frames[-2] == END_SEQ:
                 return
             seq = sequence_number(frames[-2]) if len(frames) in {3, 4} else None

@@ -21,6 +21,7 @@ import zmq
 
 from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.events.decode import MAX_PAYLOAD_BYTES, Decoder, WireError
+from kvcache.core.events.live_socket import LiveSocket
 from kvcache.core.events.records import EventBatch
 from kvcache.core.events.replay_client import ask_replay, sequence_number
 
@@ -81,6 +82,9 @@ class EventSubscriber:
         probe_seconds: after so much silence, ask the replay endpoint whether something was missed;
             None: a gap at the end shows only with the next batch.
         replay_timeout_seconds: for each answer of a replay.
+        hwm: messages that wait here; more wait at the publisher, up to a `hwm` of its own.
+        max_payload_bytes: of one batch. A larger one ends the connection, which is made anew: it is
+            lost, and what was sent meanwhile is a gap. So at most `hwm` times this waits here.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class EventSubscriber:
         bind: bool = False,
         probe_seconds: float | None = None,
         replay_timeout_seconds: float = 10.0,
-        hwm: int = 100_000,
+        hwm: int = 1_000,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
@@ -107,23 +111,21 @@ class EventSubscriber:
         self._replay_timeout = replay_timeout_seconds
         probes = probe_seconds is not None and replay_endpoint is not None
         self._probe_seconds = probe_seconds if probes and probe_seconds else math.inf
+        self._max_payload_bytes = max_payload_bytes
         self._decoder = Decoder(max_payload_bytes=max_payload_bytes)
         self._next: int | None = 0 if from_start else None
         self._last_live = -1
         self._heard = time.monotonic()
         self._coming: Generator[Delivery] = _nothing()
         self._counts = dict.fromkeys(SubscriberStats._fields, 0)
-        self._socket = self._context.socket(zmq.SUB)
-        try:
-            self._socket.set_hwm(hwm)
-            self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
-            if bind:
-                self._socket.bind(endpoint)
-            else:
-                self._socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            self._socket.close(linger=0)
-            raise ConfigError(f"cannot subscribe to events at {endpoint}: {error}") from error
+        self._socket = LiveSocket(
+            self._context,
+            endpoint,
+            topic=topic,
+            bind=bind,
+            hwm=hwm,
+            max_payload_bytes=max_payload_bytes,
+        )
 
     def receive(self, timeout_seconds: float) -> Delivery | None:
         """The next delivery, or None if none came within the time.
@@ -139,9 +141,10 @@ class EventSubscriber:
                 return delivery
             now = time.monotonic()
             probe_at = self._heard + self._probe_seconds
-            if self._socket.poll(max(0, math.ceil((min(end, probe_at) - now) * 1000))):
+            frames = self._socket.receive(max(0.0, min(end, probe_at) - now))
+            if frames is not None:
                 self._heard = time.monotonic()
-                self._coming = self._take(self._socket.recv_multipart())
+                self._coming = self._take(frames)
             elif time.monotonic() >= probe_at:
                 self._heard = time.monotonic()
                 self._coming = self._fill(None)
@@ -160,7 +163,7 @@ class EventSubscriber:
     def close(self) -> None:
         """Free the socket. Again: nothing happens."""
         self._coming.close()
-        self._socket.close(linger=0)
+        self._socket.close()
 
     def __enter__(self) -> Self:
         return self
@@ -214,7 +217,13 @@ class EventSubscriber:
             self._counts["replays"] += 1
             reason = GONE
             with contextlib.closing(
-                ask_replay(self._context, self._replay_endpoint, self._next, self._replay_timeout)
+                ask_replay(
+                    self._context,
+                    self._replay_endpoint,
+                    self._next,
+                    self._replay_timeout,
+                    max_payload_bytes=self._max_payload_bytes,
+                )
             ) as answers:
                 for answer in answers:
                     if answer.failure:

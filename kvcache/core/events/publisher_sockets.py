@@ -1,0 +1,78 @@
+"""The publisher's sockets, made and closed together: PUB, ROUTER for replays, and a pair to be woken by."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+import zmq
+
+from kvcache.core.errors import ConfigError
+from kvcache.core.events.endpoints import for_rank, is_bound
+from kvcache.core.events.replay_server import ReplayServer
+from kvcache.core.events.sockets import MAX_REQUEST_BYTES, MAX_REQUESTS, bound_incoming
+
+
+class PublisherSockets:
+    """Open from the start. `wake` is for any thread, the rest for the one that publishes.
+
+    Args:
+        bind: None: vLLM's rule (`endpoints.is_bound`).
+
+    Raises:
+        ConfigError: an endpoint that cannot be bound or connected to; nothing stays open.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        replay_endpoint: str | None,
+        *,
+        rank: int,
+        bind: bool | None,
+        hwm: int,
+    ) -> None:
+        self.pub = context.socket(zmq.PUB)
+        self.router = context.socket(zmq.ROUTER) if replay_endpoint is not None else None
+        self.wake_read, self._wake_write = socket.socketpair()
+        self.wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self.replay_endpoint: str | None = None
+        place = endpoint
+        try:
+            place = for_rank(endpoint, rank)
+            bound_incoming(self.pub, frame_bytes=MAX_REQUEST_BYTES, messages=MAX_REQUESTS)
+            self.pub.setsockopt(zmq.SNDHWM, hwm)
+            if is_bound(place) if bind is None else bind:
+                self.pub.bind(place)
+            else:
+                self.pub.connect(place)
+            self.endpoint = self.pub.get_string(zmq.LAST_ENDPOINT)
+            """Where it really is: a port of 0 has become the port given."""
+            if self.router is not None and replay_endpoint is not None:
+                place = for_rank(replay_endpoint, rank)
+                ReplayServer.prepare(self.router)
+                self.router.bind(place)
+                self.replay_endpoint = self.router.get_string(zmq.LAST_ENDPOINT)
+        except (zmq.ZMQError, ConfigError) as error:
+            self.close(0)
+            raise ConfigError(f"events cannot be published at {place}: {error}") from error
+
+    def wake(self) -> None:
+        """Ends the wait for `wake_read`."""
+        with contextlib.suppress(OSError):  # full: the thread is awake; closed: it has ended
+            self._wake_write.send(b"\0")
+
+    def awake(self) -> None:
+        """What woke the thread has been seen."""
+        with contextlib.suppress(BlockingIOError):
+            self.wake_read.recv(4096)
+
+    def close(self, linger_milliseconds: int) -> None:
+        """Free everything; what was sent has so long to leave."""
+        self.pub.close(linger=linger_milliseconds)
+        if self.router is not None:
+            self.router.close(linger=linger_milliseconds)
+        self.wake_read.close()
+        self._wake_write.close()
