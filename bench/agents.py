@@ -7,12 +7,13 @@ without eviction could hit on our grid. Pools have equal bytes on both sides.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from kvcache.bench.agents_driver import AgentDriver
-from kvcache.bench.agents_peer import ask_peer
+from kvcache.bench.agents_peer import PYTHON_SETTING, PYTHON_VARIABLE, ask_peer, check_peer
 from kvcache.bench.agents_presets import PRESETS, STATE_BYTES, AgentPreset
 from kvcache.bench.agents_trace import TRACES, AgentRequest, AgentTrace, ideal_hit_tokens
 from kvcache.core.errors import ConfigError
@@ -42,6 +43,7 @@ class AgentsBench:
     state_bytes: str = "block"
     peer: str | None = None
     peer_python: str | None = None
+    """With `peer`: the Python of an environment that has it. None: `KVCACHE_PEER_PYTHON` names it."""
     check: bool = False
     seed: int = 0
     """Of the manager's index. The traces have seeds of their own."""
@@ -52,10 +54,12 @@ class AgentsBench:
         _known("--state-bytes", (self.state_bytes,), STATE_BYTES)
         if self.peer is not None:
             _known("--peer", (self.peer,), PEERS)
-        if (self.peer is None) != (self.peer_python is None):
+        if self.peer is None and self.peer_python is not None:
+            raise ConfigError("--peer-python without --peer: name the peer, or leave both out")
+        if self.peer is not None and not self.python_of_peer:
             raise ConfigError(
-                "--peer and --peer-python belong together: give the Python of an environment that"
-                " has vllm"
+                f"--peer without {PYTHON_SETTING}: give the Python of an environment that has"
+                f" {self.peer}"
             )
         if any(count < 2 for count in self.blocks):
             raise ConfigError(f"--blocks is {list(self.blocks)}: numbers above 1")
@@ -66,6 +70,11 @@ class AgentsBench:
                     f"--interval is {list(self.intervals)}: multiples of {name}'s hit grid of"
                     f" {grid} tokens"
                 )
+
+    @property
+    def python_of_peer(self) -> str:
+        """As given, else by the environment; empty if neither names one."""
+        return self.peer_python or os.environ.get(PYTHON_VARIABLE, "")
 
     def cases(self, trace: str) -> Iterator[_Case]:
         """Models and pool sizes of one trace; a preset without pools for it is left out."""
@@ -89,7 +98,12 @@ def _known(option: str, given: Sequence[str], known: Sequence[str] | dict[str, A
 
 
 def run_agents_bench(bench: AgentsBench, progress: Progress) -> dict[str, Any]:
-    """Run everything; the report as plain values. `progress` takes a line now and then."""
+    """Run everything; the report as plain values. `progress` takes a line now and then.
+
+    The peer's Python is asked first, so that a wrong one costs a second and not our whole run.
+    """
+    if bench.peer is not None:
+        check_peer(bench.python_of_peer, bench.peer)
     report: dict[str, Any] = {
         "bench": "agents",
         "step_tokens": STEP_TOKENS,
@@ -183,7 +197,6 @@ class _Traced:
     def add_peer(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """The trace through the peer, for the pools of `rows`; returns its environment."""
         bench = self.bench
-        assert bench.peer_python is not None
         runs = [
             {
                 "preset": row["preset"],
@@ -196,7 +209,7 @@ class _Traced:
         ]
         self.progress(f"{self.name}: {bench.peer} is loading")
         environment, results = ask_peer(
-            bench.peer_python,
+            bench.python_of_peer,
             self.requests,
             runs,
             max_running=self.trace.max_running,

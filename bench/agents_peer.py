@@ -16,7 +16,50 @@ from typing import IO, Any
 from kvcache.bench.agents_trace import AgentRequest
 from kvcache.core.errors import ConfigError, KVCacheError
 
+PYTHON_VARIABLE = "KVCACHE_PEER_PYTHON"
+PYTHON_SETTING = f"--peer-python (or {PYTHON_VARIABLE})"
+
 SCRIPT = Path(__file__).parent / "peers" / "vllm_core.py"
+
+
+PROBE = """
+import importlib.util, json, sys
+print(json.dumps({"peer": importlib.util.find_spec(sys.argv[1]) is not None}))
+"""
+PROBE_SECONDS = 60.0
+
+
+def check_peer(python: str, module: str) -> None:
+    """Asks `python` whether it finds the peer's module, without importing it. Under a second.
+
+    Raises:
+        ConfigError: it cannot be started, is no Python, or has no such module.
+    """
+    setting = f"{PYTHON_SETTING} is {python!r}"
+    advice = f"give the Python of an environment that has {module}"
+    try:
+        done = subprocess.run(  # noqa: S603 (the program is the user's own choice)
+            [python, "-c", PROBE, module],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PROBE_SECONDS,
+            check=False,
+        )
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{setting}: {reason}; {advice}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{setting}: it did not answer within {PROBE_SECONDS:g} s; {advice}"
+        ) from error
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])["peer"]
+    except (ValueError, LookupError, TypeError):
+        raise ConfigError(
+            f"{setting}: it is no Python (it ended with status {done.returncode}); {advice}"
+        ) from None
+    if answer is not True:
+        raise ConfigError(f"{setting}: it has no module {module}; {advice}")
 
 
 def ask_peer(
@@ -54,7 +97,7 @@ def ask_peer(
             )
         except OSError as error:
             raise ConfigError(
-                f"--peer-python {python}: {error.strerror or error}: give the Python of an"
+                f"{PYTHON_SETTING} is {python!r}: {error.strerror or error}: give the Python of an"
                 " environment that has vllm"
             ) from error
         with peer:

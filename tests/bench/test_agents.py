@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -35,6 +36,13 @@ for run in asked["runs"]:
     size = 65536
     print(json.dumps({**run, "hit_rate": 0.25, "block_bytes": size}), flush=True)
 """
+
+
+def pretend_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This Python finds a module vllm, which must not be imported."""
+    (folder / "vllm.py").write_text("raise SystemExit('imported')")
+    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
 
 
 @pytest.fixture
@@ -105,6 +113,7 @@ def test_the_peer_stands_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyP
     script = tmp_path / "peer.py"
     script.write_text(PEER)
     monkeypatch.setitem(agents_peer.ask_peer.__kwdefaults__, "script", script)
+    pretend_vllm(tmp_path, monkeypatch)
     peer = {"peer": "vllm", "peer_python": sys.executable}
     report = run(presets=("gptoss",), blocks=(90, 200), **peer)
     assert report["peer"] == {"vllm": "none"}
@@ -134,14 +143,86 @@ def test_the_verb_writes_one_json_object(capsys: pytest.CaptureFixture[str]) -> 
         (["--preset", "gpt"], "--preset is 'gpt': choose from gptoss"),
         (["--interval", "100"], "multiples of gptoss's hit grid of 16 tokens"),
         (["--interval", "-16"], "--interval is [-16]"),
-        (["--peer", "vllm"], "--peer and --peer-python belong together"),
-        (["--peer-python", "x"], "--peer and --peer-python belong together"),
+        (["--peer", "vllm"], "--peer without --peer-python (or KVCACHE_PEER_PYTHON)"),
+        (["--peer", "vllm", "--peer-python", ""], "--peer without --peer-python"),
+        (["--peer-python", "x"], "--peer-python without --peer"),
         (["--blocks", "1"], "--blocks is [1]"),
         (["--model", "tiny"], "--model is an option of `bench engine`"),
     ],
 )
 def test_wrong_settings_are_named(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("KVCACHE_PEER_PYTHON", raising=False)
     assert cli.main(["bench", "agents", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own side must not be played."""
+
+    def play(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("played before the peer was asked")
+
+    monkeypatch.setattr(agents._Traced, "play", play)
+
+
+NO_PYTHON = "#!/bin/sh\necho hello\nexit 3\n"
+PYTHONS: dict[str, tuple[str | None, str]] = {
+    "missing": (None, "No such file"),
+    "no program": ("", "Permission denied"),
+    "no Python": (NO_PYTHON, "it is no Python (it ended with status 3)"),
+    "another JSON": ("#!/bin/sh\necho 7\n", "it is no Python (it ended with status 0)"),
+    "no vllm": (f'#!/bin/sh\nexec "{sys.executable}" -S -E -s "$@"\n', "it has no module vllm"),
+}
+
+
+@pytest.mark.parametrize("by", ["option", "environment"])
+@pytest.mark.parametrize("case", PYTHONS)
+@pytest.mark.usefixtures("small", "no_run")
+def test_a_wrong_python_of_the_peer_is_named_in_one_line_before_anything_runs(
+    case: str,
+    by: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    program, reason = PYTHONS[case]
+    path = tmp_path / "python"
+    if program is not None:
+        path.write_text(program)
+        path.chmod(0o755 if program else 0o644)
+    option = ["--peer-python", str(path)] if by == "option" else []
+    monkeypatch.setenv("KVCACHE_PEER_PYTHON", str(path) if not option else "/nowhere")
+    assert cli.main(["bench", "agents", "--peer", "vllm", *option]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert f"--peer-python (or KVCACHE_PEER_PYTHON) is '{path}': {reason}" in said.err
+    assert "give the Python of an environment that has vllm" in said.err
+
+
+def test_a_python_that_says_nothing_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "python"
+    path.write_text("#!/bin/sh\nexec sleep 60\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(agents_peer, "PROBE_SECONDS", 0.05)
+    with pytest.raises(ConfigError, match=r"did not answer within 0\.05 s"):
+        agents_peer.check_peer(str(path), "vllm")
+
+
+def test_a_python_with_the_module_is_taken_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_vllm(tmp_path, monkeypatch)
+    agents_peer.check_peer(sys.executable, "vllm")
+    with pytest.raises(ConfigError, match="no module vllm_of_nobody"):
+        agents_peer.check_peer(sys.executable, "vllm_of_nobody")
+    with pytest.raises(ConfigError, match="null byte"):
+        agents_peer.check_peer("py\0thon", "vllm")
