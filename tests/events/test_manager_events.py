@@ -184,6 +184,26 @@ def test_stored_events_name_session_adapter_and_kind() -> None:
     }
 
 
+def test_after_a_loss_a_cleared_pool_tells_everything_again() -> None:
+    """The way back to a right index that docs/events.md gives; forgetting alone knows less."""
+    geometry = Geometry(groups=GEOMETRIES["mixed"], page_alignment_bytes=1)
+    rig = Rig(Manager(geometry, slabs=64, retention=Dense(), events=True))
+    draw = random.Random(3)
+    tokens = [draw.randrange(50) for _ in range(30)]
+    play(rig, list(tokens), 0, draw, "finish")
+    rig.index.forget()  # batches were lost
+    handle = rig.manager.open(tokens)
+    assert rig.manager.lookup(handle).hit_tokens == 24  # in the cache, and told to nobody
+    rig.manager.abort(handle)
+    rig.manager.clear()
+    rig.index.apply(rig.manager.take_events())
+    assert rig.index.unknown_removals > 0
+    rig.index.unknown_removals = 0
+    rig.compare()
+    play(rig, list(tokens), 5, draw, "finish")
+    assert len(rig.index) > 0
+
+
 def test_clearing_one_salt_removes_its_keys_alone() -> None:
     manager = Manager(Geometry(groups=GEOMETRIES["full"]), slabs=64, retention=Dense(), events=True)
     index = ReferenceIndex()
