@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError
 from kvcache.core.records import PoolStats
+from kvcache.core.values import whole
 
 __all__ = ["POOL_EVENT_DTYPE", "POOL_LOST", "POOL_REMOVED", "POOL_STORED", "PagePool", "PoolStats"]
 
@@ -36,9 +37,11 @@ class PagePool:
     def __init__(self, capacity: int, *, seed: int = 0, journal: int = 0) -> None:
         self._ffi, self._lib = native.load()
         out = self._ffi.new("kvc_pool**")
-        native.call(self._lib.kvc_pool_new, capacity, seed & (2**64 - 1), out)
+        capacity = whole(capacity, "PagePool.capacity")
+        seed = whole(seed, "PagePool.seed", most=2**64 - 1) & (2**64 - 1)
+        native.call(self._lib.kvc_pool_new, capacity, seed, out)
         self._native = self._ffi.gc(out[0], self._lib.kvc_pool_free)
-        native.call(self._lib.kvc_pool_journal, self._native, journal)
+        native.call(self._lib.kvc_pool_journal, self._native, whole(journal, "PagePool.journal"))
         self.capacity = capacity
 
     @property
@@ -81,7 +84,8 @@ class PagePool:
 
     def take(self, count: int) -> NDArray[np.int32]:
         """Up to `count` pages without a key, one reference each; evicts cached pages, LRU first."""
-        out = np.empty(max(count, 0), np.int32)
+        count = whole(count, "the count of pages to take")
+        out = np.empty(max(0, min(count, self.capacity)), np.int32)
         taken = self._ffi.new("int64_t*")
         native.call(
             self._lib.kvc_pool_take,

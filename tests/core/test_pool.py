@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -422,3 +423,21 @@ def test_the_library_refuses_negative_counts_and_short_strides(pool: PagePool) -
         with pytest.raises(ConfigError):
             native.call(function, pool._native, *arguments)
     pool.check()
+
+
+@pytest.mark.parametrize("count", ["1", None, 1.5, 1.0, float("nan"), True, np.float32(1), 2**70])
+def test_numbers_of_pages_are_whole_numbers(count: Any) -> None:
+    pool = PagePool(4)
+    with pytest.raises(ConfigError, match="count of pages"):
+        pool.take(count)
+    for field in ("seed", "journal"):
+        if count != 2**70:
+            with pytest.raises(ConfigError, match=f"PagePool.{field}"):
+                PagePool(4, **{field: count})
+    with pytest.raises(ConfigError, match=r"PagePool\.capacity"):
+        PagePool(count)
+    assert pool.stats().free == PagePool(4).stats().free
+
+
+def test_more_pages_than_there_are_cost_no_memory_to_ask_for() -> None:
+    assert len(PagePool(4).take(2**40)) == 4
