@@ -10,7 +10,8 @@
 
 namespace fuzz {
 thread_local int64_t allocations_left = -1;
-}
+thread_local int64_t failed_allocations = 0;
+}  // namespace fuzz
 
 namespace {
 
@@ -18,7 +19,10 @@ using Bytes = std::size_t;
 using Alignment = std::align_val_t;
 
 void* try_allocate(Bytes bytes, Bytes alignment) noexcept {
-    if (fuzz::allocations_left == 0) return nullptr;
+    if (fuzz::allocations_left == 0) {
+        ++fuzz::failed_allocations;
+        return nullptr;
+    }
     if (fuzz::allocations_left > 0) --fuzz::allocations_left;
     bytes = std::max<Bytes>(bytes, 1);
     if (alignment <= alignof(max_align_t)) return std::malloc(bytes);

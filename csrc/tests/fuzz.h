@@ -53,6 +53,7 @@ class Random {
 
 // Allocations of this thread that still succeed; below 0: all do. See allocations.cpp.
 extern thread_local int64_t allocations_left;
+extern thread_local int64_t failed_allocations;
 
 // What is being done, for reports.
 struct Where {
@@ -90,7 +91,7 @@ inline void check_status(const Where& where, int32_t status, bool starved) {
 template <typename Body>
 int32_t starving(Random& random, int64_t percent, bool* starved, Body&& body) {
     *starved = random.chance(percent);
-    if (*starved) allocations_left = random.below(24);
+    if (*starved) allocations_left = random.below(random.chance(50) ? 3 : 24);
     const int32_t status = body();
     allocations_left = -1;
     return status;

@@ -159,11 +159,10 @@ void ManagerFuzz::unpin() {
     const auto at = static_cast<size_t>(random_.below(static_cast<int64_t>(pins_.size())));
     const Pin pin = pins_[at];
     // Groups of one class share their page numbers, but a page is one group's.
-    const int32_t other = a_group();
-    if (other >= 0 && other < setup_.config.n_groups && other != pin.group &&
-        call(
-            "kvc_unpin", [&] { return kvc_unpin(manager_, other, &pin.page, 1); }) == KVC_OK &&
-        std::none_of(pins_.begin(), pins_.end(), [&](const Pin& p) { return p.group == other && p.page == pin.page; }))
+    const int32_t other = static_cast<int32_t>(random_.below(setup_.config.n_groups));
+    const auto theirs = [&](const Pin& p) { return p.group == other && p.page == pin.page; };
+    if (std::none_of(pins_.begin(), pins_.end(), theirs) &&
+        call("kvc_unpin", [&] { return kvc_unpin(manager_, other, &pin.page, 1); }) == KVC_OK)
         broken(where_, "page %d of group %d was unpinned through group %d", pin.page, pin.group, other);
     const int32_t status = call("kvc_unpin", [&] { return kvc_unpin(manager_, pin.group, &pin.page, 1); });
     if (status == KVC_OK) pins_.erase(pins_.begin() + static_cast<std::ptrdiff_t>(at));

@@ -1,0 +1,65 @@
+#include "event_index.h"
+
+#include <cstring>
+
+namespace fuzz {
+
+bool Events::operator==(const Events& other) const {
+    return runs.size() == other.runs.size() && keys == other.keys && tokens == other.tokens &&
+           !std::memcmp(runs.data(), other.runs.data(), runs.size() * sizeof(kvc_event_run));
+}
+
+Events take_events(const Where& where, kvc_manager* manager) {
+    int64_t n_runs = 0, n_keys = 0, n_tokens = 0;
+    if (kvc_event_sizes(manager, &n_runs, &n_keys, &n_tokens)) broken(where, "no sizes: %s", kvc_last_error());
+    Events events;
+    events.runs.resize(static_cast<size_t>(n_runs) + 1);  // an entry more: an empty vector has no address
+    events.keys.resize(static_cast<size_t>(n_keys) * 32 + 1);
+    events.tokens.resize(static_cast<size_t>(n_tokens) + 1);
+    if (kvc_take_events(manager, events.runs.data(), events.keys.data(), events.tokens.data()))
+        broken(where, "no events: %s", kvc_last_error());
+    events.runs.pop_back();
+    events.keys.pop_back();
+    events.tokens.pop_back();
+    if (kvc_event_sizes(manager, &n_runs, &n_keys, &n_tokens) || n_runs || n_keys || n_tokens)
+        broken(where, "events were taken, and are still there");
+    return events;
+}
+
+void EventIndex::apply(const Where& where, const Setup& setup, const Events& events) {
+    const uint8_t* digest = events.keys.data();
+    size_t tokens = 0;
+    for (const kvc_event_run& run : events.runs) {
+        const bool stored = run.kind == KVC_EVENT_STORED;
+        if (!stored && run.kind != KVC_EVENT_REMOVED) broken(where, "an event of kind %d", run.kind);
+        const int64_t block = setup.groups[static_cast<size_t>(run.group)].block_tokens;
+        if (run.n_tokens && run.n_tokens != run.n_keys * block) broken(where, "a run with tokens of another length");
+        tokens += static_cast<size_t>(run.n_tokens);
+        for (int64_t i = 0; i < run.n_keys; ++i, digest += 32) {
+            Key key{run.group, run.ns, {}};
+            std::memcpy(std::get<2>(key).data(), digest, 32);
+            if (stored ? !keys_.insert(key).second : !keys_.erase(key))
+                broken(where, stored ? "a key was stored twice" : "a key has gone twice");
+        }
+    }
+    if (digest != events.keys.data() + events.keys.size() || tokens != events.tokens.size())
+        broken(where, "the runs do not add up to what was announced");
+}
+
+void EventIndex::check(const Where& where, const Setup& setup, kvc_manager* manager, bool settled) const {
+    std::vector<int64_t> counts(setup.groups.size());
+    for (const auto& [group, ns, digest] : keys_) {
+        int32_t page = -1;
+        if (kvc_has_key(manager, group, ns, digest.data(), &page) || page < 0)
+            broken(where, "the events say that a key of group %d is there, and it is not", group);
+        ++counts[static_cast<size_t>(group)];
+    }
+    for (int32_t g = 0; settled && g < setup.config.n_groups; ++g) {
+        kvc_group_stats stats{};
+        if (kvc_get_group_stats(manager, g, &stats) || stats.keyed != counts[static_cast<size_t>(g)])
+            broken(where, "group %d has %lld keys, the events tell of %lld", g, static_cast<long long>(stats.keyed),
+                   static_cast<long long>(counts[static_cast<size_t>(g)]));
+    }
+}
+
+}  // namespace fuzz

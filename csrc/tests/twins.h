@@ -1,0 +1,99 @@
+// Two managers that are asked the same: one runs out of memory at each allocation of each call before it may answer, the
+// other never does.
+//
+// A call that runs out of memory changes nothing; at last it answers, and both answer, and are, the same. Events and keyed
+// pages may be lost to it, and are then said to be lost: from there on the twins differ in these alone.
+#pragma once
+
+#include <array>
+#include <cstring>
+#include <map>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "event_index.h"
+#include "fuzz.h"
+#include "readings.h"
+
+namespace fuzz {
+
+class Twins {
+  public:
+    Twins(Where* where, const Setup& setup);
+    ~Twins();
+    Twins(const Twins&) = delete;
+    Twins& operator=(const Twins&) = delete;
+
+    // body(manager, &out) -> status, without an allocation of its own. What `out` holds at first goes in; it is plain data.
+    template <typename Out, typename Body>
+    int32_t ask(const char* function, Out* out, Body&& body);
+    template <typename Body>
+    int32_t ask(const char* function, Body&& body) {
+        char nothing = 0;
+        return ask(function, &nothing, [&](kvc_manager* manager, char*) { return body(manager); });
+    }
+    // All events that wait, replayed and compared.
+    void read_events();
+    kvc_manager* healthy() const { return healthy_; }
+    std::array<kvc_manager*, 2> both() const { return {starving_, healthy_}; }
+
+    std::vector<int64_t> handles;  // whose requests are compared
+    std::vector<int64_t> loads;
+    int64_t open_steps = 0;
+    std::map<std::string, std::pair<int64_t, int64_t>> tally;  // per function: calls, refusals for want of memory
+
+  private:
+    Readings readings(kvc_manager* manager, bool journals) const {
+        return read_all(manager, *setup_, handles, loads, journals);
+    }
+    void check(kvc_manager* manager) const;
+
+    Where* where_;
+    const Setup* setup_;
+    kvc_manager* starving_ = nullptr;
+    kvc_manager* healthy_ = nullptr;
+    bool lossy_ = false;  // something was lost for want of memory
+    EventIndex of_starving_, of_healthy_;
+};
+
+template <typename Out, typename Body>
+int32_t Twins::ask(const char* function, Out* out, Body&& body) {
+    static_assert(std::is_trivially_copyable_v<Out>);
+    where_->function = function;
+    auto& [calls, refusals] = tally[function];
+    ++calls;
+    const Out asked = *out;
+    const Readings before = readings(starving_, true);
+    int32_t status = KVC_E_MEMORY;
+    for (int64_t granted = 0;; ++granted) {
+        *out = asked;
+        failed_allocations = 0;
+        allocations_left = granted;
+        status = body(starving_, out);
+        allocations_left = -1;
+        if (status != KVC_E_MEMORY) break;
+        ++refusals;
+        if (!failed_allocations) broken(*where_, "out of memory, but no allocation had failed");
+        expect_equal(*where_, before, readings(starving_, true),
+                     "out of memory at allocation " + std::to_string(granted));
+        check(starving_);
+    }
+    lossy_ |= failed_allocations > 0;
+    if (where_->trace)
+        std::fprintf(stderr, "%lld %s: %d\n", static_cast<long long>(where_->operation), function, status);
+    check_status(*where_, status, false);
+    if (status < 0) expect_equal(*where_, before, readings(starving_, true), "status " + std::to_string(status));
+    Out wanted = asked;
+    const int32_t wanted_status = body(healthy_, &wanted);
+    check(healthy_);  // a fault that has nothing to do with memory
+    if (status != wanted_status) broken(*where_, "status %d, not %d", status, wanted_status);
+    if (std::memcmp(out, &wanted, sizeof wanted))
+        broken(*where_, "another answer than that of a manager that never ran out of memory");
+    expect_equal(*where_, readings(healthy_, !lossy_), readings(starving_, !lossy_), "after running out of memory");
+    check(starving_);
+    return status;
+}
+
+}  // namespace fuzz
