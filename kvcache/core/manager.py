@@ -186,7 +186,6 @@ class Manager(ClearCalls):
         salt: str,
         lora: str,
     ) -> int:
-        """All that Python can refuse is refused before the root gets a number."""
         longest = shape.prompt_tokens if max_tokens is None else whole(max_tokens, "max_tokens")
         plan, foreign = plan_of(self.retention, shape), "digests" in fields
         number = self._namespaces.number(salt=salt, lora=lora, foreign=foreign)
@@ -194,15 +193,23 @@ class Manager(ClearCalls):
         if not foreign:
             root = self._namespaces.entries[number].root
             fields["root"] = self._ffi.from_buffer("uint8_t[]", root)
+        try:
+            handle = self._admit(fields, plan)
+        except BaseException:
+            self._namespaces.take_back(number)
+            raise
+        self._shapes[handle] = shape
+        self._label(handle, label)
+        return handle
+
+    def _admit(self, fields: dict[str, Any], plan: PlanArrays) -> int:
         out = self._ffi.new("int64_t*")
         self._call(self._lib.kvc_open, native.new("kvc_open_args*", fields), out)
         handle = int(out[0])
-        self._shapes[handle] = shape
-        self._label(handle, label)
         try:
             self._retain(handle, plan)
         except BaseException:
-            self.abort(handle)
+            self._call(self._lib.kvc_abort, handle)
             raise
         return handle
 

@@ -86,6 +86,12 @@ class Namespaces:
         self.labels[number] = entry.label
         return number
 
+    def take_back(self, number: int) -> None:
+        """Nothing came of it: the newest root loses its number, if nothing uses it."""
+        if number == len(self.entries) - 1 and not self._uses(number):
+            del self._numbers[self.entries.pop()], self.labels[number]
+            self.outside.pop()
+
     def _unused(self) -> int:
         if len(self.entries) < KEPT_NAMESPACES:
             return -1

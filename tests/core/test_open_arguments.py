@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core.managing import FULL, HYBRID, hit, hybrid, text
+from core.managing import FULL, HYBRID, hit, hybrid, run, text
 
 from kvcache.core.errors import ConfigError, KVCacheError, MisuseError
 from kvcache.core.events import BlockStored
 from kvcache.core.manager import Manager
 from kvcache.core.media import Media, PromptEmbeddings
 from kvcache.core.records import UNLIMITED
+from kvcache.core.retain import RetentionPlan, TurnShape
 from kvcache.retention import Sparse
 
 Call = Callable[[Any], Any]
@@ -96,6 +97,49 @@ def test_a_refused_open_names_the_argument_and_leaves_nothing_behind(case: str) 
     assert manager.namespaces == []
     assert (manager._shapes, manager._labels, manager._closed) == ({}, {}, type(manager._closed)())
     manager.check()
+
+
+class OffTheGrid:
+    """A policy that the core refuses."""
+
+    def plan(self, shape: TurnShape) -> RetentionPlan:
+        return RetentionPlan([0] * len(shape.groups), [3], [True])
+
+
+REFUSED_BELOW: dict[str, Call] = {
+    "more than the arena": lambda m: m.open(text(9), max_tokens=9000, salt="new"),
+    "less than the prompt": lambda m: m.open(text(9), max_tokens=5, salt="new"),
+    "media beyond": lambda m: m.open(text(9), media=[image(offset_tokens=8)], salt="new"),
+    "too few keys": lambda m: m.open_foreign(KEYS, prompt_tokens=99, salt="new"),
+    "plan off the grid": lambda m: m.open(text(9), salt="off"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BELOW)
+def test_what_the_core_refuses_leaves_nothing_behind_either(case: str) -> None:
+    manager = Manager(FULL, slabs=40, retention=Sparse(), events=True)
+    run(manager, text(9), salt="old")
+    before = (manager.stats(), list(manager.namespaces), dict(manager._namespaces.labels))
+    if case == "plan off the grid":
+        manager.retention = OffTheGrid()
+    for _ in range(2):
+        with pytest.raises(KVCacheError):
+            REFUSED_BELOW[case](manager)
+    manager.retention = Sparse()
+    assert (manager.stats(), manager.namespaces, manager._namespaces.labels) == before
+    assert hit(manager, text(9), salt="old") == 8
+    run(manager, text(9), salt="new")
+    assert hit(manager, text(9), salt="new") == 8
+    manager.check()
+
+
+def test_a_refused_open_takes_no_number_from_a_root_in_use() -> None:
+    manager = Manager(FULL, slabs=40, retention=Sparse())
+    run(manager, text(9), salt="old")
+    with pytest.raises(KVCacheError):
+        manager.open(text(9), max_tokens=5, salt="old")
+    assert len(manager.namespaces) == 1
+    assert hit(manager, text(9), salt="old") == 8
 
 
 NOT_WHOLE: list[Any] = [NAN, float("inf"), 1.5, 1.0, "1", None, True, np.float32(1), Decimal("1.5")]
