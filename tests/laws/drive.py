@@ -74,6 +74,7 @@ def restart(engine: Engine, request: Request) -> None:
     assert why == "restart", f"a lone request is blocked by {why!r}"
     assert request.state == "running", "a lone request cannot even start"
     engine.preempt(request)
+    request.restarts = True
 
 
 def drain(engine: Engine) -> None:

@@ -206,6 +206,7 @@ class ManagerMachine(MachineBase):
             engine.preempt(younger[-1])
         elif why == "restart":
             engine.preempt(request)
+            request.restarts = True
         elif engine.steps:
             self.end_step(0)
         elif engine.loads:

@@ -98,6 +98,29 @@ def test_law_02_after_a_change_of_weights_open_requests_find_and_leave_no_keys(
     assert not lora or hit(engine, [*bystander, 7], "", []) == 0
 
 
+@pytest.mark.parametrize("lora", ["", LORA])
+@cases.law(40)
+@given(name=cases.names, interval=cases.intervals, prompt=cases.texts(40, least=26))
+def test_law_02_a_hit_in_a_tier_of_other_weights_is_not_loaded(
+    lora: str, name: str, interval: int | None, prompt: list[int]
+) -> None:
+    """Nothing is on the device, so that only the change itself can have told the request."""
+    geometry = cases.GEOMETRIES[name]
+    source = Engine(geometry, cases.policy_of(geometry, interval))
+    request = opened(source, [*prompt, 7], lora)
+    compute(source, request)
+    source.finish(request)
+    tier = source.resident()
+    engine = Engine(geometry, cases.policy_of(geometry, interval))
+    request = opened(engine, [*prompt, 7, 7], lora)
+    assert engine.lookup(request, tier).hit_tokens
+    engine.retire(lora or None)
+    grant = allocate(engine, request, 1)
+    assert grant
+    assert (grant.hit_tokens, grant.load) == (0, 0)
+    verify(engine)
+
+
 @cases.law(60)
 @given(name=cases.names, interval=cases.intervals, prompt=cases.texts(40, least=26))
 def test_law_02_another_adapters_weights_change_nothing_for_the_rest(

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import pytest
+from arena.adversary import Crowd
 from arena.crowds import RATIOS, random_crowd
 from hypothesis import given, strategies as st
 from laws import cases
-from laws.drive import run
+from laws.counting import OTHER, seen
+from laws.drive import compute, drain, open_request, run
 from laws.engine import Engine
+from laws.grants import allocate
+from laws.verify import verify
 
 
 @pytest.mark.parametrize("max_open_steps", [1, 2])
@@ -45,10 +49,70 @@ def test_law_12_a_lone_request_completes_in_the_smallest_pool_that_admits_it(
 def test_law_12_what_is_admitted_completes_in_the_smallest_arena(ratio: int) -> None:
     """Several requests, pins, loads and open steps; an adversary chooses (tests/arena)."""
     for seed in range(50 * cases.SCALE):
-        random_crowd(seed, ratio=ratio).run()
+        complete(random_crowd(seed, ratio=ratio), OTHER)
 
 
 @pytest.mark.parametrize("name", sorted(cases.GEOMETRIES))
 def test_law_12_what_is_admitted_completes_in_every_geometry(name: str) -> None:
     for seed in range(25 * cases.SCALE):
-        random_crowd(seed, cases.GEOMETRIES[name]).run()
+        complete(random_crowd(seed, cases.GEOMETRIES[name]), name)
+
+
+def complete(crowd: Crowd, where: str) -> None:
+    crowd.run()
+    for what, times in crowd.met.items():
+        seen[f"crowds: {what}", where] += times
+
+
+SPREAD = {
+    "window": cases.geometry(cases.full("a", 1), cases.window("w", 9, 1, width=8)),
+    "state": cases.geometry(cases.full("a", 1), cases.state("s", 64)),
+    "small": cases.geometry(cases.full("a", 1, width=1), cases.window("w", 3, 1, width=8)),
+}
+"""Pages of two sizes, a page for each token."""
+
+
+@cases.law(60)
+@given(
+    name=st.sampled_from(sorted(SPREAD)),
+    movable=st.booleans(),
+    prompt=cases.texts(12, least=4),
+    thin=st.integers(-1, 3),
+    spare=st.integers(0, 1),
+    chunk=st.integers(1, 4),
+)
+def test_law_12_a_request_that_was_spread_thin_before_it_became_the_oldest_completes(
+    name: str, movable: bool, prompt: list[int], thin: int, spare: int, chunk: int
+) -> None:
+    """Each of its pages shares its slab with a page of a request that has finished since. Where it
+    must start again it may hit less than what is there: what its quota allows.
+    """
+    geometry = SPREAD[name]
+    engine = Engine(
+        geometry,
+        cases.policy_of(geometry, None),
+        slabs=geometry.slabs_needed(len(prompt)) + spare,
+        movable=movable,
+    )
+    older, spread = open_request(engine, [8]), open_request(engine, prompt)
+    for n in range(min(len(prompt) // 2 + thin, len(prompt) - 1)):
+        if spread.state == "waiting":
+            engine.lookup(spread)
+        engine.begin_step()
+        if not allocate(engine, spread, 1):
+            drain(engine)
+            break
+        if spread.granted > spread.committed:
+            engine.commit(spread)
+        drain(engine)
+        other = open_request(engine, [20 + n])
+        engine.lookup(other)
+        if allocate(engine, other, 1):
+            engine.begin_step()
+            engine.commit(other)
+            drain(engine)
+        engine.finish(other)
+    engine.abort(older)
+    compute(engine, spread, chunks=[chunk])
+    engine.finish(spread)
+    verify(engine)

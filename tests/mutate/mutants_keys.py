@@ -11,6 +11,18 @@ REPLAYED = (
     "::test_replayed_events_give_the_managers_keys_blocks_and_parents"
 )
 
+RUNS = (
+    LAW + "16_events.py::test_law_16_neighbouring_blocks_are_told_as_one_event_and_a_gap_makes_two"
+)
+WEIGHTS = (
+    LAW + "02_weights.py"
+    "::test_law_02_after_a_change_of_weights_open_requests_find_and_leave_no_keys"
+)
+SPANS = (
+    LAW + "10_spans.py"
+    "::test_law_10_a_boundary_keeps_the_blocks_of_the_tokens_that_its_query_reads_and_no_others"
+)
+
 KEYS = [
     Mutant(
         "publish early: pending keys are found",
@@ -66,9 +78,17 @@ KEYS = [
         "position / chunk_tokens * chunk_tokens - lead_tokens, 0",
         "position / chunk_tokens * chunk_tokens - lead_tokens + 1, 0",
         (
+            SPANS,
             LAW
             + "10_boundaries.py::test_law_10_with_what_is_kept_each_boundary_hits_and_without_one_key_some_do_not",
         ),
+    ),
+    Mutant(
+        "window kept a token too long",
+        "csrc/group_rules.h",
+        "position / chunk_tokens * chunk_tokens - lead_tokens, 0",
+        "position / chunk_tokens * chunk_tokens - lead_tokens - (lead_tokens > 0), 0",
+        (SPANS,),
     ),
     Mutant(
         "junction dropped",
@@ -185,7 +205,38 @@ KEYS = [
         "csrc/events.cpp",
         "last.first_end + last.n_keys * rules(last.group).block_tokens == head.first_end;",
         "last.first_end + last.n_keys * rules(last.group).block_tokens <= head.first_end;",
-        (REPLAYED,),
+        (RUNS, REPLAYED),
+    ),
+    Mutant(
+        "an event for each block",
+        "csrc/events.cpp",
+        "if (!runs_.empty() && continues(runs_.back(), head)) {",
+        "if (!runs_.empty() && head.kind != KVC_EVENT_STORED && continues(runs_.back(), head)) {",
+        (RUNS,),
+    ),
+    Mutant(
+        "a request of other weights leaves keys",
+        "csrc/keys.cpp",
+        "if (r.muted || r.retired || target.key == Page::kVisible) return false;",
+        "if (r.muted || target.key == Page::kVisible) return false;",
+        (WEIGHTS,),
+        ("KeyError",),  # a key of roots that nobody knows
+    ),
+    Mutant(
+        "a request of other weights finds what a tier has of the old ones",
+        "csrc/manager.h",
+        "return r.retired ? 0 : hit_limit(r);",
+        "return hit_limit(r);",
+        (WEIGHTS,),
+    ),
+    Mutant(
+        "a hit of other weights is loaded",
+        "csrc/manager.cpp",
+        "    r.looked_up = false;  // what it found is of the old root\n"
+        "    r.hit = 0;\n"
+        "    r.present.clear();\n",
+        "",
+        (LAW + "02_weights.py::test_law_02_a_hit_in_a_tier_of_other_weights_is_not_loaded",),
     ),
     Mutant(
         "no event for what is evicted",

@@ -23,6 +23,20 @@ FIRST_OUT = (
     + "test_law_14_superseded_first_then_tail_before_head_and_what_serves_it_before_the_prefix"
 )
 
+PASSED = (
+    LAW + "14_declared.py"
+    "::test_law_14_a_running_request_passes_what_it_declared_in_order_and_the_rest_goes_first"
+)
+PASSED_BY_OTHERS = (
+    LAW + "14_declared.py"
+    "::test_law_14_what_others_declared_keeps_its_place_when_a_request_hits_and_passes_it"
+)
+PINS = LAW + "14_pins.py::test_law_14_pins_do_not_change_what_goes_when"
+GUESSES = (
+    LAW + "18_guesses.py"
+    "::test_law_18_pages_of_wrong_guesses_are_handed_out_after_the_step_that_may_write_them"
+)
+
 MEMORY = [
     Mutant(
         "lost reference: a hit is adopted without one",
@@ -100,14 +114,66 @@ MEMORY = [
         "csrc/closing.cpp",
         "return old.kept || old.hits > 1 ? Arena::kLru : Arena::kVictims;",
         "return Arena::kLru;",
-        (STATES + "test_superseded_undeclared_states_are_the_first_victims",),
+        (PASSED, STATES + "test_superseded_undeclared_states_are_the_first_victims"),
     ),
     Mutant(
         "kept flag dropped",
         "csrc/closing.cpp",
         "return old.kept || old.hits > 1 ? Arena::kLru : Arena::kVictims;",
         "return old.hits > 1 ? Arena::kLru : Arena::kVictims;",
-        (BYTE_LRU,),
+        (PASSED, PASSED_BY_OTHERS, BYTE_LRU),
+    ),
+    Mutant(
+        "a declared window is kept but for its first block",
+        "csrc/keys.cpp",
+        "const int64_t begin = declared ? g.need_begin(position) : std::max(g.need_begin(position), *done);",
+        "const int64_t begin = std::max(g.need_begin(position) + declared * g.block_tokens, *done * !declared);",
+        (PASSED,),
+    ),
+    Mutant(
+        "a pin makes its page the newest",
+        "csrc/arena.cpp",
+        "    if (page.key != Page::kVisible || !page.rest || page.refs > 1) return release(group, id);\n",
+        "    if (page.refs) return release(group, id);\n",
+        (PINS,),
+    ),
+    Mutant(
+        "a page released under pins is placed when it is unpinned",
+        "csrc/arena.cpp",
+        "        page.rest = (1u + list) & 3u;\n        page.age = ++clock_;\n",
+        "",
+        (PINS,),
+    ),
+    Mutant(
+        "an unpinned page comes back at the wrong place",
+        "csrc/arena.cpp",
+        "if (page_in(c, next).age > age) return low;",
+        "if (page_in(c, next).age > age) return next;",
+        (PINS,),
+    ),
+    Mutant(
+        "an unpinned page comes back to the other list",
+        "csrc/arena.cpp",
+        "    put_back(c, id, static_cast<List>(page.rest - 1));\n",
+        "    put_back(c, id, kLru);\n",
+        (PINS,),
+    ),
+    Mutant(
+        "pages of wrong guesses are not fenced",
+        "csrc/steps.cpp",
+        "            if (table.pages.back() != kNoPage) release(r, g, table.pages.back(), Arena::kLru);\n",
+        "            if (table.pages.back() != kNoPage) {\n"
+        "                if (r.handle == guaranteed_) arena_.mine(g, table.pages.back(), -1);\n"
+        "                arena_.release(g, table.pages.back(), Arena::kLru);\n"
+        "            }\n",
+        (GUESSES,),
+    ),
+    Mutant(
+        "pages of wrong guesses stay held",
+        "csrc/steps.cpp",
+        "    if (r->drafts) release_guesses(*r, upto);\n",
+        "",
+        (GUESSES,),
     ),
     Mutant(
         "keyed pages evicted while others are free",

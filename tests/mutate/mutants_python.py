@@ -12,7 +12,7 @@ PYTHON = [
     Mutant(
         "salt ignored in the keys",
         "kvcache/core/hashing.py",
-        "            salt.encode(),\n",
+        '        text(salt, "salt").encode(),\n',
         "",
         (LAW + "17_key_bytes.py::test_law_17_keys_have_the_documented_bytes",),
     ),
@@ -24,6 +24,26 @@ PYTHON = [
         (
             LAW + "20_context_parallel.py"
             "::test_law_20_so_many_shards_of_a_block_hit_as_one_block_of_all_their_tokens",
+        ),
+    ),
+    Mutant(
+        "a shard's page counted with the tokens of all",
+        "kvcache/core/specs/full.py",
+        "return self.block_tokens * self.bytes_per_token",
+        "return self.block_tokens * self.dcp_shards * self.bytes_per_token",
+        (
+            LAW + "20_bytes.py"
+            "::test_law_20_a_shard_holds_its_share_of_the_bytes_and_the_arena_serves_as_one_of_large_blocks",
+        ),
+    ),
+    Mutant(
+        "window of the spec a token short",
+        "kvcache/core/specs/window.py",
+        "lead_tokens=self.window - 1,",
+        "lead_tokens=max(self.window - 2, 0),",
+        (
+            LAW + "10_spans.py"
+            "::test_law_10_a_boundary_keeps_the_blocks_of_the_tokens_that_its_query_reads_and_no_others",
         ),
     ),
     Mutant(
