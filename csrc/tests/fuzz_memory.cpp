@@ -142,10 +142,36 @@ class Lives {
         if (where_.trace)
             std::fprintf(stderr, "    request %lld up to %lld\n", static_cast<long long>(handle),
                          static_cast<long long>(upto));
+        const int64_t held = held_pages();
         const auto body = [&](kvc_manager* manager) { return kvc_commit(manager, handle, upto); };
         if (twins_.ask("kvc_commit", body) != KVC_OK) return;
+        if (held_pages() < held) broken(where_, "a page has come free that an open step may still write");
+        if (sure < grant.end) expect_no_blocks_beyond(handle, upto);
         if (upto > sure || random_.chance(50)) extend(handle, upto - info_of(handle).n_tokens + 1);
         if (random_.chance(30)) end_step();
+    }
+
+    int64_t held_pages() {
+        int64_t held = 0;
+        for (int32_t c = 0; c < setup_.config.n_classes; ++c) {
+            kvc_class_stats stats{};
+            if (kvc_get_class_stats(twins_.healthy(), c, &stats)) broken(where_, "no counts: %s", kvc_last_error());
+            held += stats.held;
+        }
+        return held;
+    }
+
+    // Blocks of rejected guesses are not the request's any more.
+    void expect_no_blocks_beyond(int64_t handle, int64_t upto) {
+        for (int32_t g = 0; g < setup_.config.n_groups; ++g) {
+            const kvc_group& group = setup_.groups[static_cast<size_t>(g)];
+            if (group.kind != KVC_FULL && group.kind != KVC_SPAN) continue;
+            int64_t n = 0;
+            if (kvc_table(twins_.healthy(), handle, g, 0, nullptr, 0, &n)) broken(where_, "no table");
+            if (n != (upto + group.block_tokens - 1) / group.block_tokens)
+                broken(where_, "group %d has %lld blocks for %lld tokens", g, static_cast<long long>(n),
+                       static_cast<long long>(upto));
+        }
     }
 
     void extend(int64_t handle, int64_t n) {
