@@ -145,11 +145,8 @@ ONE_SIZE = {
 
 def kinds(geometry: Geometry) -> set[str]:
     """What kinds of groups it has: what can come about depends on them."""
-    rules, pages = geometry.rules, geometry.pages_per_slab
-    found = {r.kind for r in rules if not r.lookahead_tokens}
-    found |= {"draft"} if any(r.lookahead_tokens for r in rules) else set()
-    found |= {"kept in part"} if found & {"span", "state"} else set()
-    return found | ({"two sizes"} if len(pages) > 1 and max(pages) > 1 else set())
+    found = {"draft" if r.lookahead_tokens else str(r.kind) for r in geometry.rules}
+    return found | ({"kept in part"} if found & {"span", "state"} else set())
 
 
 def name_of(geometry: Geometry) -> str:

@@ -25,7 +25,7 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 
 def everything_ran(session: pytest.Session) -> bool:
-    """Were all tests of this folder collected and run?"""
+    """Were all tests of this folder collected and run, in this process?"""
     named = [arg.split("::")[0] for arg in session.config.args if "::" in arg]
     if any(
         HERE in (session.config.invocation_params.dir / name).resolve().parents for name in named
@@ -35,6 +35,7 @@ def everything_ran(session: pytest.Session) -> bool:
     return (
         not session.stash.get(LEFT_OUT, False)
         and not ONLY
+        and not hasattr(session.config, "workerinput")
         and not session.config.option.collectonly
         and set(HERE.glob("test_*.py")) <= modules
     )

@@ -36,23 +36,30 @@ CALLS = (
     "unpin",
 )
 ANYWHERE = (
+    "crowds: frozen",
+    "crowds: loads",
+    "crowds: preempt",
+    "crowds: restart",
+    "crowds: wait",
     "cut hit",
     "event of a writer that is gone",
-    "event: BlockRemoved",
-    "event: BlockStored",
+    "gap between events",
+    "moved page",
     "refused: frozen",
     "refused: preempt",
     "refused: restart",
     "refused: wait",
     "shortened",
-    "hit of other weights",
 )
 EVERYWHERE = (
+    "event: BlockRemoved",
+    "event: BlockStored",
     "evicted key",
     "hit",
+    "hit of other weights",
+    "image or embeddings in a hit",
     "load",
     "load that failed",
-    "image or embeddings in a hit",
     "pin across a step",
     "pin that outlived a request",
     "rejected guess",
@@ -61,11 +68,9 @@ EVERYWHERE = (
     "space refused",
 )
 """In each geometry."""
-
 WHERE = {
-    "moved page": {"two sizes"},
-    "junction": {"full", "kept in part"},
     "hole": {"draft"},
+    "junction": {"full", "kept in part"},
 }
 """In each geometry with groups of all these kinds, see `cases.kinds`."""
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from laws import cases
-from laws.counting import count
-from laws.grants import abandon_load, end_load
+from laws.loads import abandon_load, end_load
 from laws.machine_base import (
     LONGEST,
     MachineBase,
@@ -270,25 +268,8 @@ class ManagerMachine(MachineBase):
     @rule(pick=picks, most=st.integers(1, 12), keep=st.sampled_from([False, False, True]))
     def store(self, pick: int, most: int, keep: bool) -> None:
         """Pages that have their key still are pinned and read; the pins end now or later."""
-        engine = self.engine
-        fresh = engine.manager.take_keyed()
-        self.items = np.concatenate([self.items, fresh]).astype(fresh.dtype)
-        first = pick % max(len(self.items), 1)
-        chosen = self.items[first : first + most].copy()
-        keys = [self.key_of(item) for item in chosen]
-        groups = [int(item["group"]) for item in chosen]
-        there = [engine.find(g, key) for g, key in zip(groups, keys, strict=True)]
-        if engine.frozen:
-            there = [-1] * len(there)
-        count("pin")
-        assert engine.manager.pin(chosen).tolist() == there
-        for g, key, number in zip(groups, keys, there, strict=True):
-            if number >= 0:
-                page = engine.group_page(g, number)
-                assert engine.content.pages[page] == engine.content.expected(g, key)
-                self.tier[g].add(key)
-                engine.pinned.append((g, number))
-        while engine.pinned and not keep:
+        self.pin_some(pick, most)
+        while self.engine.pinned and not keep:
             self.unpin(pick)
 
     @precondition(lambda self: self.engine.pinned)

@@ -184,6 +184,27 @@ class MachineBase(RuleBasedStateMachine):
             if engine.digests.of(group, key) == digest and engine.digests.namespace(key.space) == ns
         )
 
+    def pin_some(self, pick: int, most: int) -> None:
+        """As a tier that stores: by key, of all that got one so far. What is read is what belongs there."""
+        engine = self.engine
+        fresh = engine.manager.take_keyed()
+        self.items = np.concatenate([self.items, fresh]).astype(fresh.dtype)
+        first = pick % max(len(self.items), 1)
+        chosen = self.items[first : first + most].copy()
+        keys = [self.key_of(item) for item in chosen]
+        groups = [int(item["group"]) for item in chosen]
+        there = [engine.find(g, key) for g, key in zip(groups, keys, strict=True)]
+        if engine.frozen:
+            there = [-1] * len(there)
+        count("pin")
+        assert engine.manager.pin(chosen).tolist() == there
+        for g, key, number in zip(groups, keys, there, strict=True):
+            if number >= 0:
+                page = engine.group_page(g, number)
+                assert engine.content.pages[page] == engine.content.expected(g, key)
+                self.tier[g].add(key)
+                engine.pinned.append((g, number))
+
     def unpin_one(self, group: int, page: int) -> None:
         """Law 15: through its own group, and once. Groups of one class share the page numbers."""
         engine = self.engine

@@ -7,7 +7,8 @@ from hypothesis import given, strategies as st
 from laws import cases
 from laws.drive import compute, open_request, run
 from laws.engine import Engine
-from laws.grants import allocate, end_load
+from laws.grants import allocate
+from laws.loads import end_load
 from laws.verify import verify
 
 

@@ -7,7 +7,8 @@ from hypothesis import given, strategies as st
 from laws import cases
 from laws.drive import open_request, run
 from laws.engine import Engine
-from laws.grants import abandon_load, allocate, end_load
+from laws.grants import allocate
+from laws.loads import abandon_load, end_load
 from laws.pressure import release, squeeze
 from laws.verify import verify
 
