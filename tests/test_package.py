@@ -141,10 +141,10 @@ def test_one_wheel_serves_every_python_and_holds_the_package_alone(
         assert files[f"kvcache/{name}/__init__.py"] > 0
 
 
-def test_the_library_needs_libc_alone(wheel: Path, tmp_path: Path) -> None:
+def test_the_library_needs_libc_alone(wheel: Path, tmp_path: Path, require: Require) -> None:
     reader = shutil.which("readelf")
     if reader is None:
-        pytest.skip("readelf was not found")
+        require("readelf", "readelf (binutils) was not found")
     with zipfile.ZipFile(wheel) as archive:
         library = archive.extract("kvcache/core/libkvcache_core.so", tmp_path)
     dynamic = subprocess.run([reader, "-d", library], capture_output=True, text=True, check=True)
