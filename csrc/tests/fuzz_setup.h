@@ -64,8 +64,9 @@ inline kvc_group make_group(Random& random, int32_t unit, int32_t grid) {
             break;
         case KVC_SPAN:
             group.block_tokens = random.chance(50) ? unit * divisor(grid / unit) : divisor(unit);
-            group.chunk_tokens = random.chance(50) ? 1 : group.block_tokens * random.between(1, 6);
-            group.lead_tokens = random.below(20);
+            group.chunk_tokens = random.chance(40) ? 1 : group.block_tokens * random.between(1, 6);
+            group.lead_tokens =
+                random.chance(30) ? 0 : random.below(20);  // 0: a pooling state, chunked local attention
             group.transient = group.chunk_tokens > 1 && random.chance(50);
             break;
         case KVC_STATE:
@@ -82,7 +83,7 @@ inline Setup make_setup(Random& random) {
     Setup setup;
     kvc_config& config = setup.config;
     config.hash_unit_tokens = random.one_of({1, 2, 4});
-    config.grid_tokens = config.hash_unit_tokens * random.one_of({1, 2, 3, 4});
+    config.grid_tokens = config.hash_unit_tokens * random.one_of({1, 2, 3, 4, 8, 12});
     config.n_groups = random.one_of({1, 2, 3, 4});
     config.n_classes = static_cast<int32_t>(random.between(1, config.n_groups));
     for (int32_t g = 0; g < config.n_groups; ++g) {
@@ -90,7 +91,15 @@ inline Setup make_setup(Random& random) {
         setup.groups.back().size_class =
             g < config.n_classes ? g : static_cast<int32_t>(random.below(config.n_classes));
     }
-    for (int32_t c = 0; c < config.n_classes; ++c) setup.pages_per_slab.push_back(random.one_of({1, 1, 2, 3, 7}));
+    // Context parallelism over d devices: blocks of attention d times as long, states and hash unit as they were.
+    if (const int32_t d = random.one_of({1, 1, 1, 2, 4}); d > 1) {
+        config.grid_tokens *= d;
+        for (kvc_group& group : setup.groups) {
+            group.block_tokens *= d;
+            if (group.chunk_tokens > 1) group.chunk_tokens *= d;
+        }
+    }
+    for (int32_t c = 0; c < config.n_classes; ++c) setup.pages_per_slab.push_back(random.one_of({1, 1, 2, 3, 7, 40}));
     const int32_t most = *std::max_element(setup.pages_per_slab.begin(), setup.pages_per_slab.end());
     config.slabs = random.chance(10) ? kvc_unlimited() / most : random.between(8, 160);
     config.max_open_steps = random.one_of({1, 2, 3});
