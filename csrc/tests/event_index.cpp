@@ -1,3 +1,4 @@
+// Implementation of `event_index.h`.
 #include "event_index.h"
 
 #include <cstring>

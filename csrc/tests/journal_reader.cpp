@@ -1,3 +1,4 @@
+// Implementation of `journal_reader.h`.
 #include "journal_reader.h"
 
 #include <algorithm>

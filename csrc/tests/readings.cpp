@@ -1,3 +1,4 @@
+// Implementation of `readings.h`.
 #include "readings.h"
 
 #include <cstring>

@@ -1,3 +1,4 @@
+// Implementation of `twins.h`.
 #include "twins.h"
 
 #include <algorithm>
