@@ -80,7 +80,7 @@ class Replay:
             self._geometry,
             slabs=self._slabs,
             retention=settings.policy(),
-            movable=True,
+            movable=settings.movable,
             journal=self._state_group is not None,
             seed=settings.seed,
         )

@@ -83,6 +83,7 @@ def setting_values(path: Path, settings: ReplaySettings, geometry: Geometry) -> 
         "grid_tokens": geometry.grid_tokens,
         "pool_tokens": "inf" if settings.pool_tokens is None else settings.pool_tokens,
         "retention": "dense" if interval is None else interval,
+        "movable": settings.movable,
         "seed": settings.seed,
     }
 

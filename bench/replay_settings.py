@@ -28,6 +28,7 @@ class ReplaySettings:
         tp: tensor-parallel ranks; pages and bytes are those of one of them.
         pool_tokens: the arena has the bytes that the KV of so many tokens takes. States and
             windows share them.
+        movable: the engine copies cached pages when the manager says so.
         oracle: also play every request on a page-exact LRU of as many bytes.
     """
 
@@ -36,6 +37,7 @@ class ReplaySettings:
     preset: str = DEFAULT_PRESET
     tp: int = 1
     retention_tokens: int | None = None
+    movable: bool = True
     oracle: bool = False
     check: bool = False
     seed: int = 0

@@ -49,7 +49,7 @@ from kvcache.connectors.base import (
 )
 from kvcache.connectors.event_stream import TierStream
 from kvcache.connectors.offload_records import Faults, Load, Reach
-from kvcache.core.errors import ConfigError, InvariantError, MisuseError
+from kvcache.core.errors import ConfigError, HandleError, InvariantError, MisuseError
 from kvcache.core.events.records import Event
 from kvcache.core.manager import Manager
 from kvcache.core.records import Grant, Hit
@@ -313,10 +313,11 @@ class Offload:
         load = self._loads.get(result.id)
         if load is None:
             return
+        waits = load.wanted and self._waits(load)
         ok = result.ok == 1
         if len(ok) != len(load.items) or result.late:
             ok = np.zeros(len(load.items), np.bool_)
-        if load.wanted and not ok.all():
+        if waits and not ok.all():
             self._note_fault(load.handle, load.items[~ok])
         if result.late:
             if load.wanted:
@@ -324,9 +325,16 @@ class Offload:
         else:
             del self._loads[result.id]
             self.manager.end_load(load.load, ok.astype(np.uint8))
-        if load.wanted:
+        if waits:
             self._ended.append((load.handle, bool(ok.all())))
         load.wanted = False
+
+    def _waits(self, load: Load) -> bool:
+        """Whether the request is still there for it: it may have been preempted or closed."""
+        try:
+            return self.manager.info(load.handle).load == load.load
+        except HandleError:
+            return False
 
     def wait(self, timeout_seconds: float) -> bool:
         """Block until `poll` has something to do, or the time is over. For idle engines."""

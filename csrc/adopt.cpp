@@ -60,15 +60,16 @@ bool Manager::keeps_quota(const Adoption& adoption, const Request& r) const {
     return quota <= arena_.slabs();
 }
 
-// The hit of the last lookup, found again if keys came or went since. The oldest request's is cut to what keeps its quota:
+// What is left of the last lookup's hit, found again if keys came or went since: never more than the caller knows of. The
+// oldest request's is cut to what keeps its quota:
 // no hit always does.
 Manager::Adoption Manager::adopt(Request& r, bool oldest) const {
     Adoption adoption;
     if (r.looked_up && r.hit_version != arena_.version()) {
-        r.hit = longest(r, kPresent, reach_of(r)).hit;
+        r.hit_left = longest(r, kPresent, std::min(r.hit, reach_of(r))).hit;
         r.hit_version = arena_.version();
     }
-    adoption.hit = r.looked_up ? r.hit : 0;
+    adoption.hit = r.looked_up ? r.hit_left : 0;
     if (!gather(r, &adoption)) {
         adoption.hit = 0;
         gather(r, &adoption);

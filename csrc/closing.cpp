@@ -8,11 +8,11 @@
 
 namespace kvc {
 
-// At once, or with the newest open step that the request takes part in: until then its pages may be read or written.
+// At once, or with the step that fences the request: until then its pages may be read or written.
 void Manager::release(Request& r, int32_t group, int32_t page, Arena::List list) {
     if (r.handle == guaranteed_) arena_.mine(group, page, -1);
     if (rules(group).draft()) list = Arena::kVictims;
-    if (Step* step = open_step(r.last_step)) step->releases.push_back({group, page, list});
+    if (Step* step = fence_of(r)) step->releases.push_back({group, page, list});
     else arena_.release(group, page, list);
 }
 
@@ -151,7 +151,7 @@ void Manager::reserve_drop(const Request& r) {
     for (const int32_t g : states_) arena_.reserve_keys(g, 1);
     for (const int32_t g : spans_)
         arena_.reserve_keys(g, static_cast<int64_t>(r.tables[static_cast<size_t>(g)].pages.size()));
-    if (Step* step = open_step(r.last_step)) step->releases.reserve(step->releases.size() + pages);
+    if (Step* step = fence_of(r)) step->releases.reserve(step->releases.size() + pages);
 }
 
 // Takes all pages from a running or loading request, after reserve_drop(). What open steps write for it leaves no key; the

@@ -195,7 +195,7 @@ int32_t Manager::lookup(int64_t handle, const uint8_t* const* present, const int
     out->junction = !full_.empty() && pending.full > pending.hit ? pending.full : 0;
     attribute_losses(*r, walk, pending, out);
     r->looked_up = true;
-    r->hit = walk.hit;
+    r->hit = r->hit_left = walk.hit;
     r->hit_version = arena_.version();
     return KVC_OK;
 }

@@ -72,6 +72,7 @@ int32_t Manager::info(int64_t handle, kvc_request_info* out) {
     out->committed = r->committed;
     out->granted = r->granted;
     out->n_units = static_cast<int64_t>(r->digests.size());
+    out->load = r->load;
     out->state = static_cast<int32_t>(r->state);
     out->ns = r->ns;
     return KVC_OK;
@@ -199,7 +200,7 @@ void Manager::mute(Request& r, bool retire) {
     r.retired |= retire;
     if (!retire) return;
     r.looked_up = false;  // what it found is of the old root
-    r.hit = 0;
+    r.hit = r.hit_left = 0;
     r.present.clear();
 }
 

@@ -142,6 +142,7 @@ class Manager final : private KeyListener {
     int32_t take_page(const Request& r, int32_t group);
 
     // steps.cpp
+    Step* fence_of(const Request& r);
     Step* open_step(int64_t id);
     const Step* open_step(int64_t id) const { return const_cast<Manager*>(this)->open_step(id); }
     int32_t check_commit(const Request* r, int64_t handle, int64_t upto) const;

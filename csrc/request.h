@@ -97,6 +97,7 @@ struct Request {
     // The last lookup.
     bool looked_up = false;
     int64_t hit = 0;
+    int64_t hit_left = 0;  // ... of it, when the arena had the version `hit_version`
     uint64_t hit_version = 0;
     std::vector<std::vector<uint8_t>> present;  // per group, empty: the tier has nothing
 

@@ -18,6 +18,12 @@ int32_t Manager::begin_step(int64_t* step) {
     return KVC_OK;
 }
 
+// Whose end the request's pages wait for: the newest open step that writes it. Guesses may be computed before it is known
+// what is to be committed, so with some granted that is any open step.
+Step* Manager::fence_of(const Request& r) {
+    return r.drafts && !steps_.empty() ? &steps_.back() : open_step(r.last_step);
+}
+
 Step* Manager::open_step(int64_t id) {
     const auto at = std::find_if(steps_.begin(), steps_.end(), [id](const Step& step) { return step.id == id; });
     return at == steps_.end() ? nullptr : &*at;
@@ -186,7 +192,7 @@ void Manager::reserve_settle(const Request& r, int64_t computed, int64_t tokens,
     if (!spans_.empty()) kept_between(r, done, std::min({computed, tokens, r.key_limit}), &kept_);
     for (int32_t g = 0; g < n_groups_; ++g) arena_.reserve_keys(g, room->keys[static_cast<size_t>(g)]);
     room->releases += releases;  // all of them in one step at worst
-    if (Step* step = open_step(r.last_step)) step->releases.reserve(step->releases.size() + room->releases);
+    if (Step* step = fence_of(r)) step->releases.reserve(step->releases.size() + room->releases);
 }
 
 int32_t Manager::end_step(int64_t id) {

@@ -208,10 +208,11 @@ typedef struct {
 /* Pages of each group that kvc_allocate would take, new pages only. */
 int32_t kvc_need(kvc_manager* manager, int64_t handle, int64_t n_tokens, int64_t n_drafts, int64_t* pages);
 /* Atomic: KVC_NO_SPACE changes nothing but what kvc_blockage says. First call of a request: adopts the hit of the last
- * lookup (looked up again by itself if pages came or went since), then grants n_tokens, and n_drafts guessed ones after
+ * lookup, or what is left of it (looked up again by itself if pages came or went since), then grants n_tokens, and n_drafts guessed ones after
  * them. If parts of the hit must be loaded, grants only the pages of the load. Later calls: capacity beyond what is
  * committed; replaces an uncommitted grant. A grant may end before start + n_tokens: where the request could never hold
- * all that, even alone. So the oldest request always gets on. */
+ * all that, even alone. So the oldest request always gets on. With guesses the newest open step fences the request's pages
+ * until its commit: the step that computes them must be open. */
 int32_t kvc_allocate(kvc_manager* manager, int64_t handle, int64_t n_tokens, int64_t n_drafts, kvc_grant* out);
 /* Why the last kvc_allocate of the request said KVC_NO_SPACE. */
 enum kvc_blockage_reason {
@@ -243,6 +244,7 @@ typedef struct {
     int64_t committed; /* computed, or written by an open step */
     int64_t granted;   /* end of the current grant */
     int64_t n_units;   /* known links of its hash chain */
+    int64_t load;      /* it waits for; 0: none */
     int32_t state;     /* 0 waiting (no pages), 1 running, 2 loading */
     uint32_t ns;
 } kvc_request_info;

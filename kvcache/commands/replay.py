@@ -116,10 +116,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --lanes: simulated hours after 10 minutes of warm-up (default: 1)",
     )
     parser.add_argument(
+        "--no-moves",
+        action="store_true",
+        help="an engine that cannot copy pages: cached ones stay where they are",
+    )
+    parser.add_argument(
         "--oracle",
         choices=("bytes",),
-        help="also play every request on a page-exact LRU of as many bytes, without slabs"
-        " (full attention and recurrent states)",
+        help="also play every request on a page-exact LRU of as many bytes, without slabs",
     )
     parser.add_argument(
         "--check",
@@ -142,6 +146,7 @@ def run(args: argparse.Namespace) -> int:
         preset=args.preset,
         tp=args.tp,
         retention_tokens=args.retention,
+        movable=not args.no_moves,
         oracle=args.oracle is not None,
         check=args.check,
         seed=args.seed,

@@ -317,12 +317,13 @@ class Manager(ClearCalls):
         The grant may end sooner (`Grant.end`), where the request could never hold all that, even
         alone. So the oldest request always gets on.
 
-        The first call adopts the hit of the last `lookup` (its pages gain a reference before
-        anything is evicted). If part of the hit lies in a tier, the grant covers no tokens but
+        The first call adopts the hit of the last `lookup`, or what is left of it: never more (its
+        pages gain a reference before anything is evicted). If part of the hit lies in a tier, the grant covers no tokens but
         names a load: fill `load_items(load)`, then `end_load`.
 
         Args:
-            drafts: guessed tokens after those; `commit` may leave any of them out.
+            drafts: guessed tokens after those; `commit` may leave any of them out. They may be
+                computed before it: until then the newest open step fences the request's pages.
         """
         out = self._ffi.new("kvc_grant*")
         tokens, drafts = whole(tokens, "tokens"), whole(drafts, "drafts")

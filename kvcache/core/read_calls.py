@@ -50,6 +50,7 @@ class ReadCalls(NativeManager):
             out.n_units,
             ("waiting", "running", "loading")[out.state],
             self.namespaces[out.ns],
+            out.load,
         )
 
     def block_table(self, handle: int, group: int, first: int = 0) -> NDArray[np.int32]:

@@ -79,6 +79,8 @@ class RequestInfo(NamedTuple):
     """`waiting` (holds no pages), `running` or `loading`."""
     namespace: bytes
     """32 bytes: zeros for native keys, else the digest that its foreign keys live under."""
+    load: int
+    """The load that it waits for; 0: none."""
 
 
 class PoolStats(NamedTuple):

@@ -92,6 +92,16 @@ def test_json_is_one_object_with_all_figures(
         assert field in report
 
 
+def test_no_moves_leaves_cached_pages_where_they_are(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("replay", trace, "--preset", "qwen3.5-9b", "--retention", 0, "--pool-tokens", "30k")
+    moved = [json.loads(run(capsys, *argv, "--json", *flags)[1]) for flags in ((), ("--no-moves",))]
+    assert [report["movable"] for report in moved] == [True, False]
+    assert moved[0]["moved_pages"] > 0
+    assert moved[1]["moved_pages"] == 0
+
+
 def test_without_json_a_table_is_printed(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("replay", trace, "--preset", "qwen3.5-9b", "--retention", 0, "--pool-tokens", "20k")
     status, out, err = run(capsys, *argv)

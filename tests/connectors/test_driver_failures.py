@@ -164,8 +164,9 @@ def test_a_late_load_gives_the_request_back_and_keeps_its_pages_away() -> None:
         e.assert_idle()
 
 
+@pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("how", ["abort", "preempt", "finish"])
-def test_a_request_that_ends_during_its_load_is_not_reported(how: str) -> None:
+def test_a_request_that_ends_during_its_load_is_not_reported(how: str, told: bool) -> None:
     gate = Gate()
 
     def copy(*args: Any) -> None:
@@ -180,7 +181,7 @@ def test_a_request_that_ends_during_its_load_is_not_reported(how: str) -> None:
         handle = e.open(prompt, output=1)
         e.step()
         gate.wait_reached()
-        e.close(handle, how)
+        e.close(handle, how, told=told)
         assert e.manager.stats().open_loads == 1
         gate.open()
         assert e.offload.drain(PATIENCE)

@@ -31,7 +31,7 @@ from kvcache.core.records import LOSS_CAUSES, UNLIMITED
 def test_an_opened_request_waits_with_no_pages() -> None:
     m = full()
     handle = m.open(text(10), max_tokens=20)
-    assert m.info(handle) == (10, 10, 0, 0, 0, 2, "waiting", bytes(32))
+    assert m.info(handle) == (10, 10, 0, 0, 0, 2, "waiting", bytes(32), 0)
     assert m.block_table(handle, A).size == 0
     assert m.stats().open_requests == 1
     assert m.arena_stats().created == 0
@@ -267,6 +267,17 @@ def test_a_hit_that_shrank_since_the_lookup_is_looked_up_again() -> None:
     compute(m, other, 8)
     m.finish(other)
     assert granted(m.allocate(handle, 4)).hit_tokens == 8
+
+
+def test_a_hit_that_grew_since_the_lookup_is_granted_as_it_was_looked_up() -> None:
+    m = full()
+    first, second = m.open(text(19)), m.open(text(19))
+    compute(m, first, 9)
+    assert m.lookup(second).hit_tokens == 8
+    compute(m, first, 19)
+    assert granted(m.allocate(second, 11))[:3] == (8, 8, 19)
+    m.preempt(second)
+    assert m.lookup(second).hit_tokens == 16
 
 
 def test_a_hit_that_an_open_step_evicted_is_looked_up_again() -> None:

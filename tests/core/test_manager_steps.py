@@ -47,6 +47,23 @@ def test_a_request_in_two_open_steps_is_busy_until_the_newer_ends() -> None:
     assert hit(m, text(17)) == 8  # what the second step wrote was dropped
 
 
+def test_pages_of_guesses_wait_for_the_newest_step_before_their_commit_too() -> None:
+    m = full(4)
+    handle = m.open(text(6), max_tokens=16)
+    compute(m, handle, 6)
+    step = m.begin_step()
+    granted(m.allocate(handle, 1, drafts=8))  # computed from here on: what to commit is not known
+    m.preempt(handle)
+    assert counts(m)[2] == 4
+    later = m.open(text(4, 50))
+    m.lookup(later)
+    assert m.allocate(later, 4) is None
+    m.end_step(step)
+    assert held(m) == 0
+    m.check()
+    assert m.allocate(later, 4)
+
+
 def test_a_request_in_no_open_step_frees_its_pages_at_once() -> None:
     m = full()
     handle = m.open(text(8))

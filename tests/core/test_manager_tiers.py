@@ -24,7 +24,7 @@ def test_a_hit_in_a_tier_is_granted_as_a_load() -> None:
     assert grant[:3] == (12, 12, 12)
     assert grant.load > 0
     assert grant.load_pages == 4
-    assert m.info(handle).state == "loading"
+    assert m.info(handle)[6:] == ("loading", bytes(32), grant.load)
     items = m.load_items(grant.load)
     chain = m.digests(handle)
     assert items["group"].tolist() == [A, A, A, S]
@@ -32,7 +32,7 @@ def test_a_hit_in_a_tier_is_granted_as_a_load() -> None:
     assert items["page"][:3].tolist() == m.block_table(handle, A).tolist()
     assert [bytes(d) for d in items["digest"]] == [bytes(chain[i]) for i in (0, 1, 2, 2)]
     m.end_load(grant.load, np.ones(4, np.uint8))
-    assert m.info(handle)[2:7] == (12, 12, 12, 3, "running")
+    assert m.info(handle)[2:] == (12, 12, 12, 3, "running", bytes(32), 0)
     assert m.state_plan(handle, S).positions.size == 0
     assert granted(m.allocate(handle, 2)) == (0, 12, 14, 0, 0)
     assert m.state_plan(handle, S).source == items["page"][3]

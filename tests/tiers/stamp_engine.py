@@ -170,10 +170,10 @@ class Engine:
         wanted = stamp(group, tokens, salt)
         np.testing.assert_array_equal(self.memory[group][page], wanted, f"{group} {page} {tokens}")
 
-    def close(self, handle: int, how: str) -> None:
-        if how == "preempt":
+    def close(self, handle: int, how: str, *, told: bool = True) -> None:
+        if told and how == "preempt":
             self.offload.release(handle)
-        else:
+        elif told:
             self.offload.forget(handle)
         getattr(self.manager, how)(handle)
         if how == "preempt":
