@@ -14,8 +14,9 @@
 //
 // Eviction order: the pages of the victims lists before those of the LRU lists, older before younger, over all classes.
 // Space goes from one class to another by whole slabs, from the class whose slab is worth least: all the pages that it would
-// lose with one are colder than the coldest page of the class that wants space. Cached pages of the slab that is given up move to holes, or into the
-// place of colder pages of their class, if the caller can copy (`movable`); else they are evicted. Held pages never move.
+// lose with one are colder than the coldest page of the class that wants space. Cached pages of the slab that is given up
+// move to holes, or into the place of colder pages of their class, if the caller can copy (`movable`); else they are
+// evicted. Held pages never move.
 //
 // The guaranteed request (docs/memory.md): its pages are marked `mine`, and quotas keep sum over classes of
 // max(slabs with a page of its, slabs it needs) within T.

@@ -36,13 +36,15 @@ void Manager::key_span(Request& r, int32_t group, int64_t position, int64_t* don
                        Page::Key visibility) {
     const GroupRules& g = rules(group);
     const Table& table = r.tables[static_cast<size_t>(group)];
-    const int64_t begin = declared ? g.need_begin(position) : std::max(g.need_begin(position), *done);
+    const int64_t keyed = g.draft() ? 0 : *done;  // what a draft's key depends on may be told later
+    const int64_t begin = declared ? g.need_begin(position) : std::max(g.need_begin(position), keyed);
     const int64_t first = std::max(begin / g.block_tokens, table.first);
     for (int64_t b = first; b * g.block_tokens < position; ++b) {
         Digest key;
         if (!block_key(r, group, b, &key)) continue;
-        // What lies before `done` has its key, or is a hole. Without a page: the policy named the position too late.
-        if ((b + 1) * g.block_tokens > *done && table.page(b) != kNoPage)
+        if (g.draft() && std::ranges::binary_search(r.holes[static_cast<size_t>(group)], b)) continue;  // no content
+        // What lies before has its key. Without a page: the policy named the position too late.
+        if ((b + 1) * g.block_tokens > keyed && table.page(b) != kNoPage)
             key_page(r, group, table.page(b), key, (b + 1) * g.block_tokens, visibility);
         if (!declared || visibility != Page::kVisible) continue;
         const int32_t owner = arena_.find(group, key, r.ns);

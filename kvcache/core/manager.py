@@ -317,9 +317,9 @@ class Manager(ClearCalls):
         The grant may end sooner (`Grant.end`), where the request could never hold all that, even
         alone. So the oldest request always gets on.
 
-        The first call adopts the hit of the last `lookup`, or what is left of it: never more (its
-        pages gain a reference before anything is evicted). If part of the hit lies in a tier, the grant covers no tokens but
-        names a load: fill `load_items(load)`, then `end_load`.
+        The first call adopts the hit of the last `lookup`, or what is left of it: never more. Its
+        pages gain a reference before anything is evicted. If part of it lies in a tier, the grant
+        covers no tokens but names a load: fill `load_items(load)`, then `end_load`.
 
         Args:
             drafts: guessed tokens after those; `commit` may leave any of them out. They may be

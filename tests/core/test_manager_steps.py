@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import random
 
-from core.managing import A, compute, counts, full, granted, held, hit, hybrid, text
+from core.managing import (
+    A,
+    attention,
+    compute,
+    counts,
+    full,
+    granted,
+    held,
+    hit,
+    hybrid,
+    text,
+)
 
-from kvcache import Sparse
+from kvcache import Dense, Geometry, Manager, SlidingWindow, Sparse
+from kvcache.core.records import UNLIMITED
 
 # ---- steps -----------------------------------------------------------------------------------------
 
@@ -62,6 +74,27 @@ def test_pages_of_guesses_wait_for_the_newest_step_before_their_commit_too() -> 
     assert held(m) == 0
     m.check()
     assert m.allocate(later, 4)
+
+
+def test_a_draft_block_whose_key_is_told_late_has_it_at_the_end() -> None:
+    window = SlidingWindow(
+        name="d", layers=1, kv_heads=1, head_dim=4, window=7, block_tokens=2, lookahead_tokens=2
+    )
+    m = Manager(Geometry((attention(), window)), slabs=UNLIMITED, retention=Dense())
+    handle = m.open(text(13), max_tokens=30)
+    compute(m, handle, 13)  # the draft block before 12 is told apart by the tokens up to 16
+    m.extend(handle, text(6, 13))
+    step = m.begin_step()
+    granted(m.allocate(handle, 6))
+    m.commit(handle, 19)
+    m.finish(handle)
+    m.check()
+    m.end_step(step)
+    m.check()
+    again = m.open(text(19))
+    assert m.lookup(again).hit_tokens == 12
+    granted(m.allocate(again, 7))
+    assert m.draft_holes(again, 1) == []
 
 
 def test_a_request_in_no_open_step_frees_its_pages_at_once() -> None:

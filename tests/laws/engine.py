@@ -148,6 +148,7 @@ class Engine(EngineState):
         if self.oracle.whole_grants or request.drafts:
             request.granted = end
         self.give_up(request, before)
+        request.drafts = 0
 
     def work(self, request: Request, start: int, end: int) -> Work:
         blocks = self.oracle.blocks
@@ -249,7 +250,7 @@ class Engine(EngineState):
         request.wrote_private = request.muted = False
         request.state, request.hit = "waiting", None
         self.give_up(request, before)
-        request.load = 0
+        request.load = request.drafts = 0
 
     def clear(self, salt: str | None = None) -> None:
         """Every key goes, or those under one salt; who holds pages leaves none until it restarts."""

@@ -99,7 +99,7 @@ def _before(engine: Engine, request: Request, tokens: int, drafts: int) -> Befor
 
 
 def _possible_hits(engine: Engine, request: Request, before: Before) -> list[int]:
-    """As of the lookup's tokens, or looked up again with those known now.
+    """What is left of the lookup's, by the tokens of then or those known now.
 
     The oldest request may restart from a shorter hit, where that is what its quota allows.
     """
@@ -109,6 +109,7 @@ def _possible_hits(engine: Engine, request: Request, before: Before) -> list[int
     found = []
     for text in (request.tokens[: request.looked_at], request.tokens):
         points = engine.oracle.hits(request.space, text, keys, request.key_limit)
+        points = [p for p in points if p <= request.hit.hit_tokens]
         found += points if request.restarts else points[-1:]
     return sorted(set(found))
 

@@ -189,9 +189,14 @@ class EngineState:
         return used
 
     def give_up(self, request: Request, before: set[Page]) -> None:
-        """What it no longer holds of `before` is held by its newest open step."""
-        if request.last_step in (step for step, _ in self.steps):
-            self.freed.setdefault(request.last_step, set()).update(before - set(request.pages()))
+        """What it no longer holds of `before` is held by its fence."""
+        fence = self.fence(request)
+        if fence in (step for step, _ in self.steps):
+            self.freed.setdefault(fence, set()).update(before - set(request.pages()))
+
+    def fence(self, request: Request) -> int:
+        """The newest open step that may touch its pages: with guesses granted, any."""
+        return self.steps[-1][0] if request.drafts and self.steps else request.last_step
 
     def apply_moves(self, in_use: set[Page]) -> None:
         for size_class, old, new in self.manager.take_moves().tolist():
@@ -207,7 +212,7 @@ class EngineState:
                 found = (request.key(self.oracle, g, e) for e in self.oracle.needs(g, position))
                 numbers = {self.find(g, key) for key in found if key} - {-1}
                 pages = {self.group_page(g, number) for number in numbers}
-                self.touched.setdefault(request.last_step, set()).update(pages)
+                self.touched.setdefault(self.fence(request), set()).update(pages)
 
     def _paged(self, request: Request, group: int, at: int) -> set[int]:
         """What a transient group holds at `at`: nothing between its last grid point's and its own."""
