@@ -208,13 +208,6 @@ KEYS = [
         (RUNS, REPLAYED),
     ),
     Mutant(
-        "an event for each block",
-        "csrc/events.cpp",
-        "if (!runs_.empty() && continues(runs_.back(), head)) {",
-        "if (!runs_.empty() && head.kind != KVC_EVENT_STORED && continues(runs_.back(), head)) {",
-        (RUNS,),
-    ),
-    Mutant(
         "a request of other weights leaves keys",
         "csrc/keys.cpp",
         "if (r.muted || r.retired || target.key == Page::kVisible) return false;",
