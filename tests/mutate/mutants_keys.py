@@ -226,7 +226,7 @@ KEYS = [
         "a hit of other weights is loaded",
         "csrc/manager.cpp",
         "    r.looked_up = false;  // what it found is of the old root\n"
-        "    r.hit = 0;\n"
+        "    r.hit = r.hit_left = 0;\n"
         "    r.present.clear();\n",
         "",
         (LAW + "02_weights.py::test_law_02_a_hit_in_a_tier_of_other_weights_is_not_loaded",),

@@ -68,7 +68,7 @@ MEMORY = [
     Mutant(
         "fence skipped",
         "csrc/closing.cpp",
-        "if (Step* step = open_step(r.last_step)) step->releases.push_back({group, page, list});",
+        "if (Step* step = fence_of(r)) step->releases.push_back({group, page, list});",
         "if (Step* step = open_step(0)) step->releases.push_back({group, page, list});",
         (
             LAW + "18_fences.py"
@@ -126,8 +126,8 @@ MEMORY = [
     Mutant(
         "a declared window is kept but for its first block",
         "csrc/keys.cpp",
-        "const int64_t begin = declared ? g.need_begin(position) : std::max(g.need_begin(position), *done);",
-        "const int64_t begin = std::max(g.need_begin(position) + declared * g.block_tokens, *done * !declared);",
+        "const int64_t begin = declared ? g.need_begin(position) : std::max(g.need_begin(position), keyed);",
+        "const int64_t begin = std::max(g.need_begin(position) + declared * g.block_tokens, keyed * !declared);",
         (PASSED,),
     ),
     Mutant(
