@@ -93,8 +93,8 @@ class Arena {
     int64_t run_length(int32_t group, const DigestRun& run, uint32_t ns, int64_t begin, bool allow_pending) const;
     void present(int32_t group, const DigestRun& run, uint32_t ns, uint8_t* out) const;
     // The page must be held and without key. False, and nothing done, where the key is on another page; but a visible key
-    // is taken over from a pending one, and from a page that nobody holds: that one is freed, what it was marked with
-    // (kept, hits, end) goes along, and the listener hears nothing.
+    // is taken over from a pending one, and from a page that nobody holds, or only readers outside: that one is free (once
+    // they are gone), what it was marked with (kept, hits, end) goes along, and the listener hears nothing.
     bool publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key);
     void confirm(int32_t group, int32_t id);    // pending -> visible
     void unpublish(int32_t group, int32_t id);  // nothing where the page has no key

@@ -33,7 +33,7 @@ bool Arena::publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns
     const int32_t other = g.index.find(pages, digest, ns, tag);
     if (other != kNoPage && key == Page::kPending) return false;
     if (other != kNoPage && pages[other].key == Page::kVisible)
-        return pages[other].refs == 0 && take_over(group, id, other, tag);
+        return pages[other].refs == static_cast<int32_t>(pages[other].pins) && take_over(group, id, other, tag);
     g.index.reserve(1);  // what can fail comes before what changes
     namespaces_.add(ns);
     if (other != kNoPage) unpublish(group, other);  // bytes that are there win over bytes that are still being written
@@ -56,13 +56,15 @@ bool Arena::publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns
     return true;
 }
 
-// The key of a cached page goes on to a held page with the same bytes, which was used later. Nobody is told: the key was
-// there before and is there now.
+// The key of a page that nobody holds but readers outside goes on to a held page with the same bytes, which was used later.
+// Nobody is told: the key was there before and is there now.
 bool Arena::take_over(int32_t group, int32_t id, int32_t from, uint32_t tag) {
     SizeClass& c = of(class_of(group));
     Page& old = page_in(c, from);
-    unlink(c, from);
+    const bool cached = old.list != 0;
+    if (cached) unlink(c, from);
     Page keyed = old;
+    keyed.rest = 0;
     const Page& held = page_in(c, id);
     keyed.age = held.age;
     keyed.pins = held.pins;
@@ -70,7 +72,8 @@ bool Arena::take_over(int32_t group, int32_t id, int32_t from, uint32_t tag) {
     page_in(c, id) = keyed;
     group_of(group).index.move(tag, from, id);
     old.key = Page::kNone;
-    free_page(c, from);
+    old.rest = 0;
+    if (cached) free_page(c, from);  // else a reader outside holds it still
     ++version_;
     return true;
 }

@@ -60,7 +60,7 @@ void Manager::collect_spans(Request& r, bool loading) {
             const int32_t page = table.page(b);
             if (page == kNoPage) continue;
             const int64_t end = (b + 1) * block;
-            if (!loading && end > last && arena_.page(g, page).key == Page::kPending) arena_.unpublish(g, page);
+            if (!loading) end_pending(r, g, page, end <= last);
             int64_t serves = std::max(last, end);
             auto at = std::ranges::lower_bound(r.kept, end, {}, &Kept::position);
             while (at != r.kept.end() && !at->declared) ++at;
@@ -76,7 +76,9 @@ void Manager::collect_spans(Request& r, bool loading) {
 void Manager::collect_touched(Request& r) {
     auto touch = [&](int32_t g, const Digest& key, int64_t position) {
         const int32_t page = arena_.find(g, key, r.ns);
-        if (page == kNoPage || arena_.page(g, page).refs || arena_.page(g, page).key != Page::kVisible) return;
+        if (page == kNoPage) return;
+        const Page& at = arena_.page(g, page);
+        if (at.refs > static_cast<int32_t>(at.pins) || at.key != Page::kVisible) return;
         arena_.acquire(g, page);
         if (r.handle == guaranteed_) arena_.mine(g, page, +1);
         filed_.push_back({position, {g, page, Arena::kLru}});

@@ -53,6 +53,14 @@ void Manager::key_span(Request& r, int32_t group, int64_t position, int64_t* don
     *done = std::max(*done, position);
 }
 
+// The request lets go of a page whose key may be pending, for a position that was not reached or is not kept any more.
+void Manager::end_pending(Request& r, int32_t group, int32_t page, bool written) {
+    const Page& target = arena_.page(group, page);
+    if (target.key == Page::kPending && written)
+        key_page(r, group, page, target.digest, static_cast<int64_t>(target.end), Page::kVisible);
+    if (target.key == Page::kPending) arena_.unpublish(group, page);
+}
+
 // Settles the keys of all blocks of full groups that are computed and whose tokens are known.
 void Manager::key_full_blocks(Request& r) {
     for (int32_t g = 0; g < n_groups_; ++g) {
@@ -93,8 +101,8 @@ void Manager::key_sparse(Request& r) {
         int64_t done = r.settled();
         for (const int32_t g : spans_) done = std::min(done, r.span_settled[static_cast<size_t>(g)]);
         kept_between(r, done, r.settled(), &kept_);
-        for (const Kept& kept : kept_)
-            for (const int32_t g : spans_) {
+        for (const int32_t g : spans_)
+            for (const Kept& kept : kept_) {
                 int64_t& settled = r.span_settled[static_cast<size_t>(g)];
                 if (has(kept.groups, g) && kept.position > settled)
                     key_span(r, g, kept.position, &settled, kept.declared, Page::kVisible);
@@ -102,8 +110,8 @@ void Manager::key_sparse(Request& r) {
     }
     confirm_spans(r);
     const size_t newest = newest_complete(r);
-    for (size_t i = 0; newest < r.points.size() && i <= newest; ++i)
-        for (const int32_t g : states_)
+    for (const int32_t g : states_)
+        for (size_t i = 0; newest < r.points.size() && i <= newest; ++i)
             if (has(r.points[i].wanted, g)) key_state(r, r.points[i], g, Page::kVisible);
 }
 

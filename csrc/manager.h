@@ -157,6 +157,7 @@ class Manager final : private KeyListener {
     bool key_page(const Request& r, int32_t group, int32_t page, const Digest& key, int64_t end, Page::Key visibility);
     void key_state(const Request& r, const Point& point, int32_t group, Page::Key visibility);
     void key_span(Request& r, int32_t group, int64_t position, int64_t* done, bool declared, Page::Key visibility);
+    void end_pending(Request& r, int32_t group, int32_t page, bool written);
     void key_full_blocks(Request& r);
     void key_sparse(Request& r);
     size_t newest_complete(const Request& r) const;

@@ -13,8 +13,8 @@ int32_t Manager::begin_step(int64_t* step) {
     if (static_cast<int64_t>(steps_.size()) >= max_open_steps_)
         return fail(KVC_E_STATE, "%zu steps are open: end step %lld first, or raise max_open_steps", steps_.size(),
                     static_cast<L>(steps_.front().id));
-    steps_.push_back({.id = ++last_step_, .entries = {}, .releases = {}});
-    *step = last_step_;
+    steps_.push_back({.id = last_step_ + 1, .entries = {}, .releases = {}});
+    *step = ++last_step_;
     return KVC_OK;
 }
 
@@ -55,6 +55,7 @@ void Manager::give_up_passed(Request& r) {
         for (int64_t i = 0; i < passed; ++i) {
             const int32_t page = table.pages[static_cast<size_t>(i)];
             if (page == kNoPage) continue;
+            end_pending(r, g, page, true);
             const bool serves = told > last && (table.first + i + 1) * block > rules(g).need_begin(last);
             release(r, g, page, serves ? Arena::kLru : superseded_list(g, page));
         }

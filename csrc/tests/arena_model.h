@@ -157,16 +157,18 @@ class Model {
         lose_key(x);
         if (!x.refs) remove(class_of[group], id);
     }
-    // A key stays where it is, but with a pending page, or with one that nobody holds if it is visible on both.
+    // A key stays where it is, but with a pending page, or with one that only readers hold if it is visible on both.
     bool publish(int group, int id, int number, uint32_t ns, int key) {
         Cell& x = cell(group, id);
         const int other = find(group, number, ns);
         if (other != kNone) {
             const Cell old = cell(group, other);
-            if (key == kvc::Page::kPending || (old.key == kvc::Page::kVisible && old.refs)) return false;
+            if (key == kvc::Page::kPending || (old.key == kvc::Page::kVisible && old.refs != old.pins)) return false;
             if (old.key == kvc::Page::kVisible) {
                 x.key = old.key, x.number = number, x.ns = ns, x.end = old.end, x.kept = old.kept, x.hits = old.hits;
-                remove(class_of[group], other);
+                x.rest = 0;
+                if (old.refs) cell(group, other).key = 0, cell(group, other).rest = 0;
+                else remove(class_of[group], other);
                 ++taken_over;
                 return true;
             }

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv", "build", "dist", "shared", ".*_cache", "__pycache__", ".hypothesis", "*.so"
+    ".git", ".venv*", "build", "dist", "shared", ".*_cache", "__pycache__", ".hypothesis", "*.so"
 )
 
 
