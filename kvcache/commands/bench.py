@@ -90,7 +90,11 @@ def _add_agents(options: _Options) -> None:
         help="a recurrent state takes as much as the peer's block, or its bare elements (block)",
     )
     options.add("--peer", choices=("vllm",), help="whose block manager to run beside ours (none)")
-    options.add("--peer-python", metavar="PATH", help="Python of an environment that has the peer")
+    options.add(
+        "--peer-python",
+        metavar="PATH",
+        help="Python of an environment that has the peer (default: KVCACHE_PEER_PYTHON)",
+    )
     options.add("--check", action="store_true", help="recount the manager's pages on the way")
 
 
