@@ -43,9 +43,11 @@ def rows(trace: str, preset: str, blocks: int, interval: int) -> list[dict[str, 
     return found
 
 
+@pytest.mark.parametrize("interval", [0, 4096])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_short_contexts_in_an_ample_pool(preset: str) -> None:
-    declared, undeclared = rows("short", preset, PRESETS[preset].pools["short"].blocks[-1], 0)
+def test_short_contexts_in_an_ample_pool(preset: str, interval: int) -> None:
+    blocks = PRESETS[preset].pools["short"].blocks[-1]
+    declared, undeclared = rows("short", preset, blocks, interval)
     assert declared["hit_rate"] >= 0.866
     assert undeclared["hit_rate"] >= 0.862
 
