@@ -61,10 +61,12 @@ def test_long_contexts_in_the_smaller_pool(preset: str, interval: int) -> None:
     assert undeclared["hit_rate"] >= 0.748
 
 
+@pytest.mark.parametrize("interval", [0, 4096])
 @pytest.mark.parametrize("preset", VLLM_SMALLEST_SHORT)
-def test_a_small_pool_holds_more_than_vllm_does_in_equal_bytes(preset: str) -> None:
-    python = os.environ.get("KVCACHE_VLLM_PYTHON") or None
-    found = pool("short", preset, PRESETS[preset].pools["short"].blocks[0], 0, peer=python)
+def test_a_small_pool_holds_more_than_vllm_does_in_equal_bytes(preset: str, interval: int) -> None:
+    python = os.environ.get("KVCACHE_VLLM_PYTHON") if interval == 0 else None
+    blocks = PRESETS[preset].pools["short"].blocks[0]
+    found = pool("short", preset, blocks, interval, peer=python or None)
     best = VLLM_SMALLEST_SHORT[preset]
     if python:
         assert round(100 * max(run["hit_rate"] for run in found["peer"]), 2) == best
