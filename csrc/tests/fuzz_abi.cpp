@@ -12,7 +12,8 @@ namespace {
 
 constexpr int64_t kOperationsOfManager = 400;
 
-// Each must have succeeded at least once, or this program tests nothing.
+// Each must have succeeded at least once, or this program tests nothing. tests/core/test_fuzzed_functions.py compares the
+// list with the header.
 constexpr const char* kFunctions[] = {
     "kvc_sha256",
     "kvc_hash_chain",

@@ -1,8 +1,12 @@
 // test_threads [ROUNDS]: what threads may share, and what is refused.
 //
 // Different managers, pools, hashes and copies run side by side; a second thread inside one manager or pool is refused,
-// whatever it calls, and nothing is spoiled by that. Meant for a build with ThreadSanitizer.
+// whatever it calls, and nothing is spoiled by that. Meant for a build with ThreadSanitizer. A join has no deadline of its
+// own: the whole program has one.
+#include <unistd.h>
+
 #include <atomic>
+#include <csignal>
 #include <cstring>
 #include <latch>
 #include <new>
@@ -17,6 +21,13 @@
 namespace {
 
 constexpr int kThreads = 4;
+constexpr unsigned kDeadlineSeconds = 900;
+
+[[noreturn]] void too_late(int) {
+    constexpr char text[] = "not at its end within 900 seconds: a thread waits for ever\n";
+    if (write(STDERR_FILENO, text, sizeof text - 1) < 0) _exit(2);
+    _exit(1);
+}
 
 void expect(bool holds, const char* what) {
     if (holds) return;
@@ -143,6 +154,8 @@ void a_shared_manager_refuses_and_survives() {
 }  // namespace
 
 int main(int argc, char** argv) {
+    std::signal(SIGALRM, too_late);
+    alarm(kDeadlineSeconds);
     const int rounds = argc > 1 ? std::atoi(argv[1]) : 20;
     hashes_side_by_side();
     copies_side_by_side();

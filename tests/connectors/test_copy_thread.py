@@ -220,7 +220,8 @@ def test_a_thread_that_is_gone_without_a_word_is_noticed() -> None:
         gate.wait_reached()
         real, gone = worker._thread._thread, threading.Thread(target=lambda: None)
         gone.start()
-        gone.join()
+        gone.join(PATIENCE)
+        assert not gone.is_alive()
         worker._thread._thread = gone
         (lost,) = worker.poll()
         assert lost.error.startswith("ThreadDied: the copy thread is gone")

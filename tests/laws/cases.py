@@ -78,6 +78,38 @@ def window(
     )
 
 
+def latent(name: str, *, draft: int = 0) -> LatentAttention:
+    """A page has 16 bytes."""
+    return LatentAttention(
+        name=name,
+        layers=1,
+        block_tokens=4,
+        rank=3,
+        rope_dim=1,
+        element_bytes=1,
+        lookahead_tokens=draft,
+    )
+
+
+def chunked(name: str, *, draft: int = 0) -> ChunkedLocal:
+    return ChunkedLocal(
+        name=name,
+        layers=1,
+        kv_heads=1,
+        head_dim=8,
+        chunk_tokens=12,
+        block_tokens=4,
+        element_bytes=1,
+        lookahead_tokens=draft,
+    )
+
+
+def latent_window(name: str, *, draft: int = 0) -> LatentWindow:
+    return LatentWindow(
+        name=name, layers=1, entry_bytes=4, window=7, block_tokens=4, lookahead_tokens=draft
+    )
+
+
 def state(name: str, page_bytes: int = 96, *, speculative: int = 0) -> RecurrentState:
     return RecurrentState(
         name=name, layers=1, state_bytes_per_layer=page_bytes, speculative_tokens=speculative
@@ -88,14 +120,10 @@ def geometry(*groups: GroupSpec, state_grid: int = 16) -> Geometry:
     return Geometry(groups, state_grid_tokens=state_grid, page_alignment_bytes=1)
 
 
-KIMI = LatentAttention(name="a", layers=1, block_tokens=4, rank=3, rope_dim=1, element_bytes=1)
-CHUNKED = ChunkedLocal(
-    name="c", layers=1, kv_heads=1, head_dim=8, chunk_tokens=12, block_tokens=4, element_bytes=1
-)
 DEEPSEEK = (
     Compressed(name="csa", layers=1, ratio=4, entry_bytes=8, index_bytes=2, block_tokens=8),
     Compressed(name="hca", layers=1, ratio=16, entry_bytes=8, block_tokens=16),
-    LatentWindow(name="w", layers=1, entry_bytes=4, window=7, block_tokens=4),
+    latent_window("w"),
     PoolingState(name="p", layers=1, ratio=4, token_bytes=4, block_tokens=2, overlap=True),
     PoolingState(name="q", layers=1, ratio=16, token_bytes=2, block_tokens=4),
 )
@@ -111,24 +139,37 @@ CROSS = CrossAttention(
     element_bytes=1,
 )
 
+GROUPS: dict[str, tuple[GroupSpec, ...]] = {
+    "full": (full("a", 4),),
+    "hybrid": (full("a", 4), state("s")),
+    "two sizes": (full("a", 2), full("b", 4), state("s")),
+    "coprime": (state("s"), full("a", 4), full("b", 6), state("t")),
+    "speculative": (full("a", 4), state("s", speculative=2)),
+    "gpt-oss": (full("a", 4), window("w", 8, 2)),
+    "gemma": (full("a", 4), *(window(f"w{i}", 6, 4, width=8) for i in range(3))),
+    "kimi": (latent("a"), state("s", 112), state("t", 112)),
+    "deepseek": DEEPSEEK,
+    "three kinds": (full("a", 8), window("w", 13, 4), state("s", 128)),
+    "chunked": (full("a", 4), chunked("c")),
+    "window": (window("w", 7, 2),),
+    "private": (full("a", 4), RING, CROSS),
+    "dcp": (full("a", 4, shards=2), state("s")),
+}
+DRAFTS: dict[str, GroupSpec] = {
+    "hybrid": full("d", 4, draft=1),
+    "gpt-oss": window("d", 7, 2, draft=2),
+    "gemma": full("d", 4, width=8, draft=1),
+    "kimi": latent("d", draft=1),
+    "deepseek": latent_window("d", draft=1),
+    "three kinds": window("d", 6, 4, draft=3),
+    "chunked": chunked("d", draft=1),
+}
+"""A draft model's group beside those of a geometry: look-ahead on."""
+
 GEOMETRIES = {
-    "full": geometry(full("a", 4)),
-    "hybrid": geometry(full("a", 4), state("s")),
+    **{name: geometry(*groups) for name, groups in GROUPS.items()},
     "recurrent": geometry(state("s"), state_grid=4),
-    "two sizes": geometry(full("a", 2), full("b", 4), state("s")),
-    "coprime": geometry(state("s"), full("a", 4), full("b", 6), state("t")),
-    "speculative": geometry(full("a", 4), state("s", speculative=2)),
-    "gpt-oss": geometry(full("a", 4), window("w", 8, 2)),
-    "gemma": geometry(full("a", 4), *(window(f"w{i}", 6, 4, width=8) for i in range(3))),
-    "kimi": geometry(KIMI, state("s", 112), state("t", 112)),
-    "deepseek": geometry(*DEEPSEEK),
-    "three kinds": geometry(full("a", 8), window("w", 13, 4), state("s", 128)),
-    "chunked": geometry(full("a", 4), CHUNKED),
-    "window": geometry(window("w", 7, 2)),
-    "draft": geometry(full("a", 4), state("s"), full("d", 4, draft=1)),
-    "draft window": geometry(full("a", 4), window("w", 8, 4), window("d", 7, 2, draft=2)),
-    "private": geometry(full("a", 4), RING, CROSS),
-    "dcp": geometry(full("a", 4, shards=2), state("s")),
+    **{f"{name} + draft": geometry(*GROUPS[name], draft) for name, draft in DRAFTS.items()},
 }
 """Scaled down. `two sizes` and `coprime` differ in hash unit and grid: 2 and 4, 2 and 12; `hybrid`
 stands for Qwen3.5 (GDN and full), `kimi` for Kimi K3 (MLA and KDA), `deepseek` for DeepSeek V4."""

@@ -73,8 +73,7 @@ def restart(engine: Engine, request: Request) -> None:
     why = engine.manager.blockage(request.handle)
     assert why == "restart", f"a lone request is blocked by {why!r}"
     assert request.state == "running", "a lone request cannot even start"
-    engine.preempt(request)
-    request.restarts = True
+    engine.restart(request)
 
 
 def drain(engine: Engine) -> None:

@@ -217,6 +217,12 @@ class Engine(EngineState):
         self.manager.preempt(request.handle)
         self._leave(request)
 
+    def restart(self, request: Request) -> None:
+        """Only its own pages are in the oldest request's way: at most once in its life (law 12)."""
+        assert not request.restarts, "told to restart twice"
+        self.preempt(request)
+        request.restarts = True
+
     def _close(self, request: Request) -> None:
         self._leave(request)
         self.requests.remove(request)

@@ -203,8 +203,7 @@ class ManagerMachine(MachineBase):
             younger = [r for r in engine.requests[1:] if r.state != "waiting"]
             engine.preempt(younger[-1])
         elif why == "restart":
-            engine.preempt(request)
-            request.restarts = True
+            engine.restart(request)
         elif engine.steps:
             self.end_step(0)
         elif engine.loads:

@@ -87,7 +87,7 @@ def test_a_block_smaller_than_a_unit_is_known_with_its_whole_unit() -> None:
 
 
 def test_a_draft_block_is_known_with_the_tokens_that_it_looks_ahead_to() -> None:
-    o = oracle("draft")  # lookahead 1, unit 4
+    o = oracle("hybrid + draft")  # lookahead 1, unit 4
     assert o.key(2, NATIVE, TEXT[:5], 4) is None
     assert o.key(2, NATIVE, TEXT[:8], 4) == Key(NATIVE, tuple(TEXT[:8]), 4)
 
@@ -127,7 +127,7 @@ def test_a_hit_of_a_window_needs_no_more_than_the_window() -> None:
 
 
 def test_drafts_and_private_groups_have_no_say() -> None:
-    o = oracle("draft")
+    o = oracle("hybrid + draft")
     keys: Keys = [ends(o, 0, 4, 8), ends(o, 1, 8), set()]
     assert o.walk(NATIVE, TEXT, keys) == Walk(8, 8)
     o = oracle("private")
