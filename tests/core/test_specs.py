@@ -117,7 +117,17 @@ def test_context_parallel_ranks_widen_a_page_but_add_no_bytes(kind: type) -> Non
     assert shared.page_bytes == alone.page_bytes
 
 
-@pytest.mark.parametrize("kind", [FullAttention, LatentAttention, SlidingWindow, LatentWindow])
+DRAFTS = [
+    FullAttention,
+    LatentAttention,
+    IndexedAttention,
+    SlidingWindow,
+    LatentWindow,
+    ChunkedLocal,
+]
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
 def test_a_draft_group_is_one_that_looks_ahead(kind: type) -> None:
     assert make(kind).rules.lookahead_tokens == 0
     draft = make(kind, lookahead_tokens=2).rules
@@ -161,6 +171,8 @@ def test_a_spec_refuses_sizes_that_are_no_whole_number_above_zero(kind: type) ->
         (LatentWindow, "alignment_bytes"),
         (RecurrentState, "speculative_tokens"),
         (SlidingWindow, "lookahead_tokens"),
+        (IndexedAttention, "lookahead_tokens"),
+        (ChunkedLocal, "lookahead_tokens"),
     ],
 )
 def test_a_spec_refuses_negative_options(kind: type, field: str) -> None:

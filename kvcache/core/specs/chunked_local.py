@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvcache.core.errors import ConfigError
-from kvcache.core.specs.base import GroupRules, require_positive
+from kvcache.core.specs.base import GroupRules, require_not_negative, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +15,7 @@ class ChunkedLocal:
 
     Pages as those of `FullAttention`. A hit that ends at token H needs the blocks from the start of
     H's chunk on; where H is the start of a chunk it needs nothing.
+    `lookahead_tokens` as in `FullAttention`.
     """
 
     name: str
@@ -24,12 +25,14 @@ class ChunkedLocal:
     chunk_tokens: int
     block_tokens: int
     element_bytes: int = 2
+    lookahead_tokens: int = 0
     kind: ClassVar[str] = "chunked_local_attention"
     alignment_bytes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         require_positive(self, "layers", "kv_heads", "head_dim", "chunk_tokens", "block_tokens")
         require_positive(self, "element_bytes")
+        require_not_negative(self, "lookahead_tokens")
         if self.chunk_tokens % self.block_tokens:
             raise ConfigError(
                 f"ChunkedLocal.block_tokens is {self.block_tokens}: it must divide chunk_tokens,"
@@ -49,4 +52,9 @@ class ChunkedLocal:
     @property
     def rules(self) -> GroupRules:
         """The part of the chunk before the position is needed."""
-        return GroupRules("span", block_tokens=self.block_tokens, chunk_tokens=self.chunk_tokens)
+        return GroupRules(
+            "span",
+            block_tokens=self.block_tokens,
+            chunk_tokens=self.chunk_tokens,
+            lookahead_tokens=self.lookahead_tokens,
+        )

@@ -19,6 +19,9 @@ class Compressed:
     A hit that ends at token H needs every block of [0, H), and of the same layers the pooling
     state (`PoolingState`) and, where they have one, the window (`LatentWindow`): groups of their
     own. `dcp_shards` as in `FullAttention`.
+
+    There is no `lookahead_tokens`: a draft model's layers that compress would need a `PoolingState`
+    that looks ahead too. DeepSeek V4's own draft layer keeps a window only: `LatentWindow` has it.
     """
 
     name: str

@@ -16,7 +16,7 @@ class IndexedAttention:
     A page holds `block_tokens` tokens of all `layers`: K and V as `FullAttention` lays them out,
     then the index keys `[indexed_layers, block_tokens, index_dim]`. Tensor parallel ranks all hold
     every index key. Which blocks a query reads is known only then, so a hit that ends at token H
-    needs every block of [0, H). `dcp_shards` as in `FullAttention`.
+    needs every block of [0, H). `dcp_shards` and `lookahead_tokens` as in `FullAttention`.
     """
 
     name: str
@@ -29,13 +29,14 @@ class IndexedAttention:
     element_bytes: int = 2
     index_element_bytes: int = 2
     dcp_shards: int = 1
+    lookahead_tokens: int = 0
     kind: ClassVar[str] = "full_attention"
     alignment_bytes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         require_positive(self, "layers", "kv_heads", "head_dim", "index_dim", "block_tokens")
         require_positive(self, "element_bytes", "index_element_bytes", "dcp_shards")
-        require_not_negative(self, "indexed_layers")
+        require_not_negative(self, "indexed_layers", "lookahead_tokens")
         if self.indexed_layers > self.layers:
             raise ConfigError(
                 f"IndexedAttention.indexed_layers is {self.indexed_layers}, more than the group's"
@@ -57,4 +58,8 @@ class IndexedAttention:
     @property
     def rules(self) -> GroupRules:
         """Every block from the first token on is needed."""
-        return GroupRules("full", block_tokens=self.block_tokens * self.dcp_shards)
+        return GroupRules(
+            "full",
+            block_tokens=self.block_tokens * self.dcp_shards,
+            lookahead_tokens=self.lookahead_tokens,
+        )
