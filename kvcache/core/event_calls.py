@@ -49,8 +49,9 @@ class EventCalls(TierCalls):
         """KV events since the last call, in order.
 
         An `AllBlocksCleared` comes first where events were lost for want of a reader. Salts and
-        names of adapters are told, as vLLM does: whoever reads events may know them. What nobody
-        takes is bounded: the names of 65,536 closed requests, and the runs of `take_runs`.
+        names of adapters are told, as vLLM does: whoever reads events may know them, unless the
+        publisher leaves salts out (`EventPublisher(publish_salts=False)`). What nobody takes is
+        bounded: the names of 65,536 closed requests, and the runs of `take_runs`.
 
         Raises:
             MisuseError: the manager was made without `events=True`.
@@ -109,11 +110,7 @@ class EventCalls(TierCalls):
     def group_labels(self) -> list[GroupLabel]:
         """What events call the groups."""
         return [
-            GroupLabel(
-                self.geometry.block_tokens[g],
-                spec.kind,
-                spec.rules.lead_tokens + 1 if spec.kind.startswith("sliding_window") else None,
-            )
+            GroupLabel(self.geometry.block_tokens[g], spec.kind, spec.window_tokens)
             for g, spec in enumerate(self.geometry.groups)
         ]
 

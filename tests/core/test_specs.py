@@ -11,6 +11,7 @@ from kvcache.core.specs import (
     CrossAttention,
     FullAttention,
     GroupRules,
+    GroupSpec,
     IndexedAttention,
     LatentAttention,
     LatentWindow,
@@ -209,3 +210,25 @@ def test_events_call_a_kind_what_vllm_calls_it(kind: type) -> None:
         "cross_attention",
         "unknown",
     }
+
+
+@pytest.mark.parametrize(
+    ("spec", "tokens"),
+    [
+        (make(SlidingWindow, window=5), 5),
+        (make(LatentWindow, window=128), 128),
+        # Compressors of DeepSeek V4, as vLLM 0.33.0 describes them.
+        (make(PoolingState, ratio=4, overlap=True), 8),
+        (make(PoolingState, ratio=128, overlap=False), 128),
+        (make(ChunkedLocal), None),
+        (make(FullAttention), None),
+        (make(LatentAttention), None),
+        (make(Compressed), None),
+        (make(IndexedAttention), None),
+        (make(RecurrentState), None),
+        (make(RingBuffer), None),
+        (make(CrossAttention), None),
+    ],
+)
+def test_events_tell_the_window_that_vllm_tells(spec: GroupSpec, tokens: int | None) -> None:
+    assert spec.window_tokens == tokens

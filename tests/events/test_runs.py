@@ -1,4 +1,4 @@
-"""From the manager's reports to events: runs, parents, labels, and a bounded log."""
+"""From the manager's reports to events: runs, parents, labels, and how long ones are cut."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from kvcache.core.errors import ConfigError, InvariantError
+from kvcache.core.errors import InvariantError
 from kvcache.core.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     ClearedRun,
-    EventLog,
+    EventBatch,
     GroupLabel,
     Labels,
     MediaSpan,
@@ -24,14 +24,19 @@ from kvcache.core.events import (
     RequestLabel,
     Run,
     StoredRun,
+    decode_batch,
+    encode_batch,
+    encode_batches,
     to_events,
 )
+from kvcache.core.events.decode import MAX_PAYLOAD_BYTES
+from kvcache.core.events.pieces import MAX_STORED_HASHES, MAX_STORED_TOKENS, pieces
 from kvcache.core.events.runs import MAX_REMOVED_HASHES
 
 BLOCK = 4
 LABELS = Labels(
     groups=(GroupLabel(BLOCK, "full_attention"), GroupLabel(2, "sliding_window", 6)),
-    namespaces={1: NamespaceLabel("adapter", 9, "salt"), 2: NamespaceLabel(foreign=b"n" * 32)},
+    namespaces={1: NamespaceLabel("adapter", "salt"), 2: NamespaceLabel(foreign=b"n" * 32)},
     requests={7: RequestLabel("session", (MediaSpan("image", 3, 6),))},
 )
 
@@ -42,6 +47,13 @@ def key(i: int) -> bytes:
 
 def keys(ids: Sequence[int]) -> np.ndarray:
     return np.frombuffer(b"".join(map(key, ids)), np.uint8).reshape(-1, 32)
+
+
+def numbered(n: int) -> np.ndarray:
+    """`n` keys that differ."""
+    made = np.zeros((n, 32), np.uint8)
+    made[:, :8] = np.arange(n, dtype=np.uint64)[:, None].view(np.uint8)
+    return made
 
 
 def run(
@@ -143,6 +155,61 @@ def test_a_great_many_removals_are_cut_into_events() -> None:
     assert [len(e.block_hashes) for e in events if isinstance(e, BlockRemoved)] == [n - 1, 1]
 
 
+def test_a_long_run_is_cut_and_each_piece_follows_the_one_before() -> None:
+    n = MAX_STORED_TOKENS // BLOCK
+    extras = run(0, 2 * n + 3, handle=7, ns=1)._replace(keys=numbered(2 * n + 3))
+    events = to_events([extras], LABELS)
+    assert all(isinstance(e, BlockStored) for e in events)
+    most = min(n, MAX_STORED_HASHES)
+    whole = 2 * n + 3
+    assert [len(e.block_hashes) for e in events] == [
+        most if at + most <= whole else whole - at for at in range(0, whole, most)
+    ]
+    before: bytes | None = None
+    at = 0
+    for event in events:
+        assert event.parent_block_hash == before
+        assert event.token_ids[0] == at
+        assert len(event.token_ids) == len(event.block_hashes) * BLOCK
+        assert event.extra_keys is not None
+        assert len(event.extra_keys) == len(event.block_hashes)
+        before, at = event.block_hashes[-1], at + len(event.token_ids)
+    assert events[0].extra_keys[0] == ("adapter", ("image", 3), "salt")
+    assert set(events[1].extra_keys) == {("adapter",)}
+    assert at == whole * BLOCK
+
+
+def test_a_run_without_tokens_is_cut_by_its_keys() -> None:
+    n = MAX_STORED_HASHES + 1
+    foreign = run(0, n, ns=2)._replace(keys=numbered(n), tokens=np.empty(0, np.int32))
+    assert [len(e.block_hashes) for e in to_events([foreign], LABELS)] == [n - 1, 1]
+
+
+def test_an_event_whose_tokens_are_not_its_blocks_is_left_whole() -> None:
+    n = MAX_STORED_HASHES + 1
+    mangled = BlockStored(
+        block_hashes=(b"k" * 32,) * n, parent_block_hash=None, token_ids=(1,) * 7, block_size=1
+    )
+    assert list(pieces(mangled)) == [mangled]
+
+
+def test_a_prompt_of_millions_of_tokens_fits_what_a_decoder_takes() -> None:
+    tokens, block = 2_500_000, 16
+    event = BlockStored(
+        block_hashes=tuple(n.to_bytes(32, "big") for n in range(tokens // block)),
+        parent_block_hash=None,
+        token_ids=(2**31 - 1,) * tokens,
+        block_size=block,
+    )
+    batch = EventBatch(ts=0.0, events=(event,))
+    assert len(encode_batch(batch)) > MAX_PAYLOAD_BYTES
+    payloads = list(encode_batches(batch, 2**20))
+    assert max(map(len, payloads)) < 2**20
+    found = [e for payload in payloads for e in decode_batch(payload).events]
+    assert sum((e.block_hashes for e in found), ()) == event.block_hashes
+    assert sum(len(e.token_ids) for e in found) == tokens
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -208,7 +275,7 @@ def test_events_carry_exactly_the_keys_tokens_and_parents_of_the_runs(made: list
 def test_labels_of_group_namespace_and_request_are_in_the_event() -> None:
     (event,) = to_events([run(0, 3, handle=7, ns=1)], LABELS)
     assert isinstance(event, BlockStored)
-    assert (event.lora_name, event.lora_id, event.session_id) == ("adapter", 9, "session")
+    assert (event.lora_name, event.lora_id, event.session_id) == ("adapter", None, "session")
     assert event.extra_keys == (
         ("adapter", ("image", 3), "salt"),
         ("adapter", ("image", -1)),
@@ -233,27 +300,3 @@ def test_foreign_keys_carry_their_namespace_and_need_no_tokens() -> None:
     assert isinstance(event, BlockStored)
     assert (event.namespace, event.token_ids) == (b"n" * 32, ())
     assert len(event.block_hashes) == 2
-
-
-# ---- the log -------------------------------------------------------------------------------------
-
-
-def test_log_gives_what_was_added_in_order_and_once() -> None:
-    log = EventLog()
-    log.add(to_events([run(0, 1)], LABELS))
-    log.add(to_events([RemovedRun(0, 0, keys([1000]))], LABELS, medium="CPU"))
-    events = log.take()
-    assert [(type(e), e.medium) for e in events] == [(BlockStored, "GPU"), (BlockRemoved, "CPU")]
-    assert log.take() == ()
-
-
-def test_log_that_nobody_takes_forgets_all_and_says_so_to_consumers() -> None:
-    log = EventLog(max_hashes=3)
-    log.add(to_events([run(0, 2)], LABELS))
-    log.add(to_events([run(4, 2)], LABELS))
-    last = to_events([run(8, 1)], LABELS)
-    log.add(last)
-    assert log.take() == (AllBlocksCleared(), *last)
-    assert log.dropped == 2
-    with pytest.raises(ConfigError):
-        EventLog(max_hashes=0)

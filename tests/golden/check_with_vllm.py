@@ -47,7 +47,7 @@ def stream() -> list[ours.Event]:
             ours.GroupLabel(2 * BLOCK, "mamba"),
         ],
         namespaces={
-            1: ours.NamespaceLabel(lora_name="adapter", lora_id=3, salt="tenant"),
+            1: ours.NamespaceLabel(lora_name="adapter", salt="tenant"),
             2: ours.NamespaceLabel(foreign=b"n" * 32),
         },
         requests={5: ours.RequestLabel("session", (ours.MediaSpan("image", 2, 4),))},

@@ -13,7 +13,6 @@ from kvcache.core.events.labels import (
     NamespaceLabel,
     RequestLabel,
 )
-from kvcache.core.events.log import EventLog
 from kvcache.core.events.records import (
     MEDIUM_CPU,
     MEDIUM_GPU,
@@ -38,7 +37,6 @@ __all__ = [
     "Decoder",
     "Event",
     "EventBatch",
-    "EventLog",
     "GroupLabel",
     "Labels",
     "MediaSpan",

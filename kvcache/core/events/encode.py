@@ -14,6 +14,7 @@ from dataclasses import fields
 import msgpack
 
 from kvcache.core.errors import InputError
+from kvcache.core.events.pieces import pieces
 from kvcache.core.events.records import (
     AllBlocksCleared,
     BlockRemoved,
@@ -77,15 +78,22 @@ def encode_batch(batch: EventBatch) -> bytes:
     return _frame(batch.ts, batch.data_parallel_rank, [encode_event(e) for e in batch.events])
 
 
+def _encoded(events: Sequence[Event]) -> Iterator[bytes]:
+    for event in events:
+        if isinstance(event, BlockStored):
+            yield from map(encode_event, pieces(event))
+        else:
+            yield encode_event(event)
+
+
 def encode_batches(batch: EventBatch, max_bytes: int) -> Iterator[bytes]:
     """One or more payloads, cut between events so that each stays near `max_bytes`.
 
-    An event that is larger than that goes alone.
+    An event that is larger than that goes alone; a long BlockStored goes in pieces (`pieces`).
     """
     waiting: list[bytes] = []
     size = 0
-    for event in batch.events:
-        encoded = encode_event(event)
+    for encoded in _encoded(batch.events):
         if waiting and size + len(encoded) > max_bytes:
             yield _frame(batch.ts, batch.data_parallel_rank, waiting)
             waiting, size = [], 0

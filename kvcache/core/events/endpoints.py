@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kvcache.core.errors import ConfigError
 
+MAX_PORT = 65_535
+
 
 def is_bound(endpoint: str) -> bool:
     """Whether a publisher binds this endpoint; it connects to any other."""
@@ -27,4 +29,8 @@ def for_rank(endpoint: str, rank: int) -> str:
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal():
         raise ConfigError(f"endpoint {endpoint!r} has no port: give tcp://HOST:PORT")
+    if len(port) > len("65535") or int(port) + rank > MAX_PORT:
+        raise ConfigError(
+            f"endpoint {endpoint!r} of rank {rank}: the port plus the rank is above {MAX_PORT}"
+        )
     return f"tcp://{host}:{int(port) + rank}" if int(port) else endpoint

@@ -27,10 +27,9 @@ class NamespaceLabel(NamedTuple):
     """One root of hash chains."""
 
     lora_name: str | None = None
-    lora_id: int | None = None
     salt: str = ""
-    """Published with the first block, as vLLM does, so that consumers that hash tokens of their
-    own do not mix salts. Give "" to keep it to yourself."""
+    """Told with the first block, as vLLM does, so that consumers that hash tokens of their own do
+    not mix salts."""
     foreign: bytes | None = None
     """32 bytes if the keys are an engine's own digests; None for native keys."""
 

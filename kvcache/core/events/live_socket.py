@@ -8,6 +8,7 @@ all that came over it has been read.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import sys
 import time
@@ -15,10 +16,12 @@ import time
 import zmq
 
 from kvcache.core.errors import ConfigError
-from kvcache.core.events.sockets import MAX_TOPIC_BYTES, bound_incoming, receive
+from kvcache.core.events.sockets import bound_incoming, receive
 
-RECONNECT_SECONDS = 0.1
-"""After the end of a connection, before the next one."""
+RECONNECT_SECONDS = 1.0
+"""After the end of a connection, before the next one. libzmq, where it makes one, needs 0.2."""
+
+_NUMBERS = itertools.count()
 
 
 class LiveSocket:
@@ -29,16 +32,11 @@ class LiveSocket:
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         *,
-        topic: str,
+        topic: bytes,
         bind: bool,
         hwm: int,
         max_payload_bytes: int,
     ) -> None:
-        prefix = topic.encode()
-        if len(prefix) > MAX_TOPIC_BYTES:
-            raise ConfigError(
-                f"the topic has {len(prefix)} bytes: publishers take at most {MAX_TOPIC_BYTES}"
-            )
         self._endpoint = endpoint
         self._ended_at = math.inf
         """When a connection ended for which libzmq makes no new one."""
@@ -47,19 +45,33 @@ class LiveSocket:
         self._socket = context.socket(zmq.SUB)
         try:
             bound_incoming(self._socket, frame_bytes=max_payload_bytes, messages=hwm)
-            self._socket.setsockopt(zmq.SUBSCRIBE, prefix)
+            self._socket.setsockopt(zmq.SUBSCRIBE, topic)
             self._poller.register(self._socket, zmq.POLLIN)
             if bind:
                 self._socket.bind(endpoint)
             else:
-                self._monitor = self._socket.get_monitor_socket(
-                    zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-                )
+                self._monitor = self._watch(context)
                 self._poller.register(self._monitor, zmq.POLLIN)
                 self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"cannot subscribe to events at {endpoint}: {error}") from error
+
+    def _watch(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+        """A socket that tells when a connection is made or ends.
+
+        libzmq writes to it from the thread that serves every socket of the context, and waits where
+        it is full: all of them, and `close`, would stand still. So it is never full; and asked for
+        is what needs a publisher at the other end, not attempts, of which there are ten a second
+        while there is none.
+        """
+        place = f"inproc://kvcache-events-{id(context)}-{next(_NUMBERS)}"
+        self._socket.monitor(place, zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        monitor = context.socket(zmq.PAIR)
+        monitor.setsockopt(zmq.LINGER, 0)
+        monitor.setsockopt(zmq.RCVHWM, 0)
+        monitor.connect(place)
+        return monitor
 
     @property
     def closed(self) -> bool:
@@ -78,8 +90,8 @@ class LiveSocket:
         if math.isfinite(left):
             if self._socket.poll(wait):
                 return receive(self._socket)
+            self._read_monitor()
             if time.monotonic() >= self._ended_at + RECONNECT_SECONDS:
-                self._read_monitor()
                 self._connect_anew()
             return None
         ready = dict(self._poller.poll(wait))
@@ -96,17 +108,16 @@ class LiveSocket:
             self._ended_at = time.monotonic() if ended else math.inf
 
     def _connect_anew(self) -> None:
-        if math.isinf(self._ended_at):
-            return
         self._ended_at = math.inf
         with contextlib.suppress(zmq.ZMQError):  # given up by libzmq, so there is none such
             self._socket.disconnect(self._endpoint)
         self._socket.connect(self._endpoint)
 
     def close(self) -> None:
-        """Free the sockets. Again: nothing happens."""
-        if self._monitor is not None:
-            if not self._socket.closed:
+        """Free the sockets, the one that libzmq writes to last. Again: nothing happens."""
+        if not self._socket.closed:
+            if self._monitor is not None:
                 self._socket.disable_monitor()
+            self._socket.close(linger=0)
+        if self._monitor is not None:
             self._monitor.close(linger=0)
-        self._socket.close(linger=0)

@@ -20,13 +20,15 @@ from typing import NamedTuple, Self
 
 import zmq
 
-from kvcache.core.errors import ConfigError, InputError, KVCacheError, MisuseError
+from kvcache.core.errors import InputError, KVCacheError, MisuseError
+from kvcache.core.events import settings
 from kvcache.core.events.encode import encode_batches
 from kvcache.core.events.outbox import Outbox
 from kvcache.core.events.publisher_sockets import PublisherSockets
-from kvcache.core.events.records import Event, EventBatch, with_int_hashes
+from kvcache.core.events.records import Event, EventBatch, with_int_hashes, without_salts
 from kvcache.core.events.replay import ReplayBuffer
 from kvcache.core.events.replay_server import ReplayServer
+from kvcache.core.values import text, whole
 
 LOGGER = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class EventPublisher:
         max_batch_bytes: larger batches are cut between events.
         int_hashes: send the low 64 bits of each key as an integer: vLLM's default, for consumers
             that take nothing else. Bytes are the whole key, and safe from collisions.
+        publish_salts: False: leave cache salts out of `extra_keys`, where vLLM publishes them.
         replay_timeout_seconds: a client that takes nothing for so long is dropped.
     """
 
@@ -92,40 +95,38 @@ class EventPublisher:
         max_batch_bytes: int = 2**20,
         replay_timeout_seconds: float = 30.0,
         int_hashes: bool = False,
+        publish_salts: bool = True,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        _check_positive(
-            max_queue_batches=max_queue_batches,
-            buffer_batches=buffer_batches,
-            buffer_bytes=buffer_bytes,
-            hwm=hwm,
-            max_batch_bytes=max_batch_bytes,
-            replay_timeout_seconds=replay_timeout_seconds,
+        name = "EventPublisher"
+        self._topic = settings.topic_bytes(topic, f"{name}.topic")
+        self._rank = settings.count(data_parallel_rank, f"{name}.data_parallel_rank", least=0)
+        self._max_batch_bytes = settings.count(max_batch_bytes, f"{name}.max_batch_bytes")
+        self._int_hashes = settings.flag(int_hashes, f"{name}.int_hashes")
+        self._publish_salts = settings.flag(publish_salts, f"{name}.publish_salts")
+        self._outbox = Outbox(settings.count(max_queue_batches, f"{name}.max_queue_batches"))
+        self._buffer = ReplayBuffer(
+            max_batches=settings.count(buffer_batches, f"{name}.buffer_batches"),
+            max_bytes=whole(buffer_bytes, f"{name}.buffer_bytes", least=1),
         )
-        self._topic = topic.encode()
-        self._rank = data_parallel_rank
-        self._max_batch_bytes = max_batch_bytes
-        self._int_hashes = int_hashes
-        self._outbox = Outbox(max_queue_batches)
-        self._buffer = ReplayBuffer(max_batches=buffer_batches, max_bytes=buffer_bytes)
+        timeout = settings.seconds(replay_timeout_seconds, f"{name}.replay_timeout_seconds")
+        hwm = settings.count(hwm, f"{name}.hwm")
         self._seq = 0
         self._batches = self._bytes = self._unencodable = 0
         self._closing_at: float | None = None
         self._failure: BaseException | None = None
         self._sockets = PublisherSockets(
-            context or zmq.Context.instance(),
-            endpoint,
-            replay_endpoint,
-            rank=data_parallel_rank,
-            bind=bind,
+            settings.context_or_shared(context, f"{name}.context"),
+            text(endpoint, f"{name}.endpoint"),
+            None if replay_endpoint is None else text(replay_endpoint, f"{name}.replay_endpoint"),
+            rank=self._rank,
+            bind=None if bind is None else settings.flag(bind, f"{name}.bind"),
             hwm=hwm,
         )
         self.endpoint, self.replay_endpoint = self._sockets.endpoint, self._sockets.replay_endpoint
         self._replays: ReplayServer | None = None
         if self._sockets.router is not None:
-            self._replays = ReplayServer(
-                self._sockets.router, self._buffer, self._topic, replay_timeout_seconds
-            )
+            self._replays = ReplayServer(self._sockets.router, self._buffer, self._topic, timeout)
         self._thread = threading.Thread(target=self._run, name="kvcache-events", daemon=True)
         self._thread.start()
 
@@ -159,13 +160,23 @@ class EventPublisher:
     def close(self, timeout_seconds: float = 2.0) -> bool:
         """Send what is queued, end replays, free the sockets. Again: nothing more happens.
 
-        False: the thread did not end within the time, or left batches unsent.
+        False: the thread did not end within the time, and a warning is logged: its sockets are
+        still open, so that ending their context would wait for them; or batches were left unsent.
         """
+        timeout_seconds = settings.wait_seconds(timeout_seconds, "timeout_seconds")
         if self._closing_at is None:
             self._closing_at = time.monotonic() + timeout_seconds
         self._sockets.wake()
         self._thread.join(timeout_seconds + 1.0)
-        return not self._thread.is_alive() and not len(self._outbox)
+        if self._thread.is_alive():
+            LOGGER.warning(
+                "the thread that publishes KV events did not end within %g s: its sockets stay"
+                " open; do not end their context before close() gives True",
+                timeout_seconds + 1.0,
+            )
+            return False
+        self._sockets.close_waker()
+        return not len(self._outbox)
 
     def stats(self) -> PublisherStats:
         """Counts, as they are now; not all of one moment."""
@@ -248,6 +259,8 @@ class EventPublisher:
         try:
             if self._int_hashes:
                 batch = replace(batch, events=tuple(map(with_int_hashes, batch.events)))
+            if not self._publish_salts:
+                batch = replace(batch, events=tuple(map(without_salts, batch.events)))
             payloads = list(encode_batches(batch, self._max_batch_bytes))
         except InputError:
             LOGGER.exception("a batch of KV events is dropped")
@@ -260,9 +273,3 @@ class EventPublisher:
             self._batches += 1
             self._bytes += len(payload)
             self._seq += 1
-
-
-def _check_positive(**settings: float) -> None:
-    for name, value in settings.items():
-        if not value > 0:
-            raise ConfigError(f"EventPublisher.{name} is {value}: it must be above 0")

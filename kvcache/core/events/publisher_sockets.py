@@ -16,6 +16,10 @@ from kvcache.core.events.sockets import MAX_REQUEST_BYTES, MAX_REQUESTS, bound_i
 class PublisherSockets:
     """Open from the start. `wake` is for any thread, the rest for the one that publishes.
 
+    ZeroMQ's sockets are made by the thread that starts the other one, then used and closed by that
+    one alone. The end that wakes it is written to by any thread, so it is closed last, by
+    `close_waker`: else a byte could go to whatever was opened under its number meanwhile.
+
     Args:
         bind: None: vLLM's rule (`endpoints.is_bound`).
 
@@ -57,11 +61,12 @@ class PublisherSockets:
                 self.replay_endpoint = self.router.get_string(zmq.LAST_ENDPOINT)
         except (zmq.ZMQError, ConfigError) as error:
             self.close(0)
+            self.close_waker()
             raise ConfigError(f"events cannot be published at {place}: {error}") from error
 
     def wake(self) -> None:
         """Ends the wait for `wake_read`."""
-        with contextlib.suppress(OSError):  # full: the thread is awake; closed: it has ended
+        with contextlib.suppress(OSError):  # full: the thread is awake; no reader: it has ended
             self._wake_write.send(b"\0")
 
     def awake(self) -> None:
@@ -70,9 +75,12 @@ class PublisherSockets:
             self.wake_read.recv(4096)
 
     def close(self, linger_milliseconds: int) -> None:
-        """Free everything; what was sent has so long to leave."""
+        """Free what the thread uses; what was sent has so long to leave."""
         self.pub.close(linger=linger_milliseconds)
         if self.router is not None:
             self.router.close(linger=linger_milliseconds)
         self.wake_read.close()
+
+    def close_waker(self) -> None:
+        """After the thread has ended: `wake` does nothing any more."""
         self._wake_write.close()

@@ -92,6 +92,22 @@ def int_hash(key: BlockHash) -> int:
     return key if isinstance(key, int) else int.from_bytes(key, "big") & (2**64 - 1)
 
 
+def without_salts(event: Event) -> Event:
+    """The event without the cache salts of its `extra_keys`: texts there, but for the adapter's name."""
+    if not isinstance(event, BlockStored) or event.extra_keys is None:
+        return event
+    named = event.lora_name is not None  # then each entry begins with it
+    entries: list[ExtraKeys] = []
+    for keys in event.extra_keys:
+        kept = [
+            key
+            for i, key in enumerate(keys or ())
+            if not isinstance(key, str) or (named and i == 0 and key == event.lora_name)
+        ]
+        entries.append(tuple(kept) or None)
+    return replace(event, extra_keys=tuple(entries) if any(entries) else None)
+
+
 def with_int_hashes(event: Event) -> Event:
     """The event with every key as `int_hash`."""
     if isinstance(event, AllBlocksCleared):

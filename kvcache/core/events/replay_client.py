@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from typing import NamedTuple
 
@@ -47,10 +48,11 @@ def ask_replay(
         # A slow reader slows the endpoint down, not fills the memory.
         bound_incoming(dealer, frame_bytes=max_payload_bytes, messages=MAX_ANSWERS)
         dealer.connect(endpoint)
-        dealer.setsockopt(zmq.SNDTIMEO, int(timeout_seconds * 1000))
+        patience = math.ceil(timeout_seconds * 1000)
+        dealer.setsockopt(zmq.SNDTIMEO, patience)
         dealer.send_multipart((b"", start.to_bytes(8, "big")))
         while True:
-            if not dealer.poll(int(timeout_seconds * 1000)):
+            if not dealer.poll(patience):
                 yield ReplayAnswer(-1, b"", f"no end of the replay within {timeout_seconds} s")
                 return
             frames = receive(dealer)

@@ -3,8 +3,9 @@
     runs:    stored g0 [a b]   stored g0 [c]   removed g1 [x]   removed g1 [y]
     events:  BlockStored(a b c)                BlockRemoved(x y)
 
-A run is contiguous by contract. Runs that continue each other are joined; removals between two
-other reports are grouped by group and namespace; nothing is sent for an empty run.
+A run is contiguous by contract. Runs that continue each other are joined, long ones cut
+(`pieces`); removals between two other reports are grouped by group and namespace; nothing is sent
+for an empty run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvcache.core.errors import InvariantError
 from kvcache.core.events.labels import Labels, NamespaceLabel, RequestLabel, extra_keys
+from kvcache.core.events.pieces import pieces
 from kvcache.core.events.records import (
     MEDIUM_GPU,
     AllBlocksCleared,
@@ -79,7 +81,7 @@ def to_events(runs: Iterable[Run], labels: Labels, *, medium: str = MEDIUM_GPU) 
 
     def flush() -> None:
         if run_on:
-            events.append(_stored(run_on, labels, medium))
+            events.extend(pieces(_stored(run_on, labels, medium)))
             run_on.clear()
         events.extend(_removals(removed, labels, medium))
         removed.clear()
@@ -133,7 +135,6 @@ def _stored(runs: list[StoredRun], labels: Labels, medium: str) -> BlockStored:
         parent_block_hash=first.parent,
         token_ids=tuple(np.concatenate([run.tokens for run in runs]).tolist()),
         block_size=block,
-        lora_id=namespace.lora_id,
         medium=medium,
         lora_name=namespace.lora_name,
         extra_keys=extra_keys(start, len(hashes), block, namespace, request),

@@ -22,7 +22,12 @@ _KEPT_FRAMES = 8
 
 
 def bound_incoming(socket: zmq.Socket[bytes], *, frame_bytes: int, messages: int) -> None:
-    """Before bind or connect. `messages`: per connection."""
+    """Before bind or connect. `messages`: per connection.
+
+    A connection that ends is given the LINGER of that moment, and ZeroMQ's default is to wait for
+    ever for a peer to read. So it is 0 from the start, not only from `close` on.
+    """
+    socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max(frame_bytes, MAX_REQUEST_BYTES))
     socket.setsockopt(zmq.RCVHWM, messages)
 

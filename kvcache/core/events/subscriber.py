@@ -19,11 +19,13 @@ from typing import NamedTuple, Self, TypeAlias
 
 import zmq
 
-from kvcache.core.errors import ConfigError, MisuseError
+from kvcache.core.errors import MisuseError
+from kvcache.core.events import settings
 from kvcache.core.events.decode import MAX_PAYLOAD_BYTES, Decoder, WireError
 from kvcache.core.events.live_socket import LiveSocket
 from kvcache.core.events.records import EventBatch
 from kvcache.core.events.replay_client import ask_replay, sequence_number
+from kvcache.core.values import text
 
 GONE = "the replay endpoint has it no more"
 
@@ -80,7 +82,8 @@ class EventSubscriber:
         topic: prefix of the topics wanted. One subscriber, one publisher: numbers are per publisher.
         from_start: a stream that is joined late has a gap before its first batch.
         probe_seconds: after so much silence, ask the replay endpoint whether something was missed;
-            None: a gap at the end shows only with the next batch.
+            None: a gap at the end shows only with the next batch. The silence after a question that
+            nobody answered counts from its end, so it may be shorter than `replay_timeout_seconds`.
         replay_timeout_seconds: for each answer of a replay.
         hwm: messages that wait here; more wait at the publisher, up to a `hwm` of its own.
         max_payload_bytes: of one batch. A larger one ends the connection, which is made anew: it is
@@ -101,19 +104,24 @@ class EventSubscriber:
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        if replay_timeout_seconds <= 0:
-            raise ConfigError(
-                f"EventSubscriber.replay_timeout_seconds is {replay_timeout_seconds}:"
-                " it must be above 0"
-            )
-        self._context = context or zmq.Context.instance()
+        name = "EventSubscriber"
+        endpoint = text(endpoint, f"{name}.endpoint")
+        if replay_endpoint is not None:
+            replay_endpoint = text(replay_endpoint, f"{name}.replay_endpoint")
+        prefix = settings.topic_bytes(topic, f"{name}.topic")
+        bind = settings.flag(bind, f"{name}.bind")
+        hwm = settings.count(hwm, f"{name}.hwm")
+        timeout = settings.seconds(replay_timeout_seconds, f"{name}.replay_timeout_seconds")
+        probe = math.inf
+        if probe_seconds is not None:
+            probe = settings.seconds(probe_seconds, f"{name}.probe_seconds")
         self._replay_endpoint = replay_endpoint
-        self._replay_timeout = replay_timeout_seconds
-        probes = probe_seconds is not None and replay_endpoint is not None
-        self._probe_seconds = probe_seconds if probes and probe_seconds else math.inf
-        self._max_payload_bytes = max_payload_bytes
-        self._decoder = Decoder(max_payload_bytes=max_payload_bytes)
-        self._next: int | None = 0 if from_start else None
+        self._replay_timeout = timeout
+        self._probe_seconds = probe if replay_endpoint is not None else math.inf
+        self._max_payload_bytes = settings.count(max_payload_bytes, f"{name}.max_payload_bytes")
+        self._decoder = Decoder(max_payload_bytes=self._max_payload_bytes)
+        self._next: int | None = 0 if settings.flag(from_start, f"{name}.from_start") else None
+        self._context = settings.context_or_shared(context, f"{name}.context")
         self._last_live = -1
         self._heard = time.monotonic()
         self._coming: Generator[Delivery] = _nothing()
@@ -121,35 +129,40 @@ class EventSubscriber:
         self._socket = LiveSocket(
             self._context,
             endpoint,
-            topic=topic,
+            topic=prefix,
             bind=bind,
             hwm=hwm,
-            max_payload_bytes=max_payload_bytes,
+            max_payload_bytes=self._max_payload_bytes,
         )
 
     def receive(self, timeout_seconds: float) -> Delivery | None:
         """The next delivery, or None if none came within the time.
 
-        At a gap this call may last `replay_timeout_seconds` longer.
+        At a gap, or where a probe falls due within the time, this call may last
+        `replay_timeout_seconds` longer. One call probes once at most.
         """
         if self._socket.closed:
             raise MisuseError("receive after close: the subscriber is closed")
-        end = time.monotonic() + timeout_seconds
-        while True:
-            delivery = next(self._coming, None)
-            if delivery is not None:
-                return delivery
+        end = time.monotonic() + settings.wait_seconds(timeout_seconds, "timeout_seconds")
+        probed = False
+        delivery = next(self._coming, None)
+        while delivery is None:
+            askable = self._next is not None and not probed
+            probe_at = self._heard + self._probe_seconds if askable else math.inf
+            frames = self._socket.receive(max(0.0, min(end, probe_at) - time.monotonic()))
             now = time.monotonic()
-            probe_at = self._heard + self._probe_seconds
-            frames = self._socket.receive(max(0.0, min(end, probe_at) - now))
             if frames is not None:
-                self._heard = time.monotonic()
+                self._heard = now
                 self._coming = self._take(frames)
-            elif time.monotonic() >= probe_at:
-                self._heard = time.monotonic()
+            elif probe_at <= min(now, end):  # one that falls due later is not this call's
+                probed = True
                 self._coming = self._fill(None)
-            elif time.monotonic() >= end:
+            elif now >= end:
                 return None
+            delivery = next(self._coming, None)
+            if delivery is None and time.monotonic() >= end:
+                return None
+        return delivery
 
     def stats(self) -> SubscriberStats:
         """Counts, as they are now."""
@@ -233,6 +246,7 @@ class EventSubscriber:
                     if answer.seq > self._next:
                         yield self._lose(self._next, answer.seq - 1, GONE)
                     yield self._deliver(answer.seq, answer.payload, replayed=True)
+        self._heard = time.monotonic()  # not before: a dead endpoint would be asked without a pause
         if seq is not None and seq > self._next:
             yield self._lose(self._next, seq - 1, reason)
             self._next = seq

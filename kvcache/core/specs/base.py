@@ -58,6 +58,10 @@ class GroupSpec(Protocol):
         """What cache events call the group; vLLM's word where it has one."""
 
     @property
+    def window_tokens(self) -> int | None:
+        """What cache events call the group's window, in tokens; None where vLLM tells none."""
+
+    @property
     def layers(self) -> int:
         """Number of model layers in the group."""
 

@@ -27,6 +27,7 @@ class ChunkedLocal:
     element_bytes: int = 2
     lookahead_tokens: int = 0
     kind: ClassVar[str] = "chunked_local_attention"
+    window_tokens: ClassVar[int | None] = None
     alignment_bytes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:

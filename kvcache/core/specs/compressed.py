@@ -33,6 +33,7 @@ class Compressed:
     alignment_bytes: int = 1
     dcp_shards: int = 1
     kind: ClassVar[str] = "mla_attention"
+    window_tokens: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
         require_positive(self, "layers", "ratio", "entry_bytes", "block_tokens", "alignment_bytes")

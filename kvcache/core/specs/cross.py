@@ -24,6 +24,7 @@ class CrossAttention:
     block_tokens: int
     element_bytes: int = 2
     kind: ClassVar[str] = "cross_attention"
+    window_tokens: ClassVar[int | None] = None
     alignment_bytes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:

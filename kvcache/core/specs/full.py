@@ -30,6 +30,7 @@ class FullAttention:
     dcp_shards: int = 1
     lookahead_tokens: int = 0
     kind: ClassVar[str] = "full_attention"
+    window_tokens: ClassVar[int | None] = None
     alignment_bytes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:

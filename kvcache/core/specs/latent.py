@@ -34,6 +34,7 @@ class LatentAttention:
     dcp_shards: int = 1
     lookahead_tokens: int = 0
     kind: ClassVar[str] = "mla_attention"
+    window_tokens: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
         require_positive(self, "layers", "block_tokens", "rank", "element_bytes", "alignment_bytes")

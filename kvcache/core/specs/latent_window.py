@@ -32,6 +32,11 @@ class LatentWindow:
         require_not_negative(self, "lookahead_tokens")
 
     @property
+    def window_tokens(self) -> int:
+        """The window, the query's own token among it."""
+        return self.window
+
+    @property
     def bytes_per_token(self) -> int:
         """What one token keeps over all layers of the group, padding apart."""
         return self.layers * self.entry_bytes

@@ -42,6 +42,11 @@ class PoolingState:
             )
 
     @property
+    def window_tokens(self) -> int:
+        """The most rows that one entry pools: vLLM's window of such a state."""
+        return self.ratio * (2 if self.overlap else 1)
+
+    @property
     def bytes_per_token(self) -> int:
         """The row of one token over all layers of the group."""
         return self.layers * self.token_bytes

@@ -23,6 +23,7 @@ class RecurrentState:
     state_bytes_per_layer: int
     speculative_tokens: int = 0
     kind: ClassVar[str] = "mamba"
+    window_tokens: ClassVar[int | None] = None
     alignment_bytes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ class RingBuffer:
     ring_tokens: int
     token_bytes: int
     kind: ClassVar[str] = "unknown"
+    window_tokens: ClassVar[int | None] = None
     alignment_bytes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:

@@ -34,6 +34,11 @@ class SlidingWindow:
         require_not_negative(self, "lookahead_tokens")
 
     @property
+    def window_tokens(self) -> int:
+        """The window, the query's own token among it."""
+        return self.window
+
+    @property
     def bytes_per_token(self) -> int:
         """K and V of one token over all layers of the group."""
         return self.layers * 2 * self.kv_heads * self.head_dim * self.element_bytes
