@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Iterator
 
 import pytest
 import zmq
-from events.streams import Stage
+from events.streams import DEADLINE, Stage
 
 
 @pytest.fixture
 def context() -> Iterator[zmq.Context]:
     made = zmq.Context()
     yield made
-    made.destroy(linger=0)
+    end = threading.Thread(target=made.destroy, kwargs={"linger": 0}, daemon=True)
+    end.start()
+    end.join(DEADLINE)
+    assert not end.is_alive(), "the context does not end: a socket was left open"
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ class Stage:
         self.answers: list[tuple[bytes, ...]] = []
         self.asked: list[bytes] = []
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._answer)
+        self._thread = threading.Thread(target=self._answer, daemon=True)
         self._thread.start()
 
     def subscribed(self) -> None:
@@ -79,7 +79,8 @@ class Stage:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(DEADLINE)
+        assert not self._thread.is_alive()
         self.router.close(linger=0)
         self.live.close(linger=0)
 

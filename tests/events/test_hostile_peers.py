@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from socket import AF_UNIX, socket as raw_socket
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import zmq
 from events.streams import DEADLINE, Stage, brief, deliveries, event, number, payload, subscribe
 from zmq.utils.monitor import recv_monitor_message
 
+from kvcache.core.events import live_socket
 from kvcache.core.events.publisher import EventPublisher
 from kvcache.core.events.replay import END_SEQ, ReplayBuffer
 from kvcache.core.events.replay_server import FRAMES_A_TURN, MAX_JOBS, ReplayServer
@@ -18,6 +20,7 @@ from kvcache.core.events.sockets import (
     MAX_REQUEST_BYTES,
     MAX_REQUESTS,
     MAX_TOPIC_BYTES,
+    bound_incoming,
     receive,
 )
 from kvcache.core.events.subscriber import GONE, EventSubscriber, Lost, Received
@@ -279,3 +282,27 @@ def test_a_publisher_that_comes_back_is_connected_to_once(context: zmq.Context, 
                         break
                 assert len([key for key in told if key >= 1000 * life]) == 5
                 assert told == sorted(set(told))
+
+
+def test_connections_that_come_and_go_unread_hold_up_no_socket(
+    context: zmq.Context, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ZeroMQ tells of connections must never fill: its only thread would wait for a reader."""
+
+    def hasty(subscriber: zmq.Socket, **limits: int) -> None:
+        bound_incoming(subscriber, **limits)
+        subscriber.setsockopt(zmq.RECONNECT_IVL, 1)
+
+    monkeypatch.setattr(live_socket, "bound_incoming", hasty)
+    with raw_socket(AF_UNIX) as listener:
+        listener.bind(f"{at}/live".removeprefix("ipc://"))
+        listener.listen()
+        listener.settimeout(DEADLINE)
+        with EventSubscriber(f"{at}/live", context=context):
+            for _ in range(1200):  # two events each; 2,000 may wait by default
+                listener.accept()[0].close()
+            with context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
+                pull.bind(f"{at}/other")
+                push.connect(f"{at}/other")
+                push.send(b"x")
+                assert pull.poll(int(DEADLINE * 1000))

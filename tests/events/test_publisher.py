@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import zmq
@@ -11,6 +12,7 @@ from events.streams import DEADLINE, brief, deliveries, event, number, subscribe
 from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.events import (
     BlockRemoved,
+    BlockStored,
     EventBatch,
     decode_batch,
 )
@@ -67,8 +69,7 @@ def test_event_that_cannot_be_encoded_costs_its_batch_alone(context: zmq.Context
         assert publisher.stats().dropped == 1
 
 
-def test_thread_that_ended_is_told_by_the_next_publish(at: str) -> None:
-    context = zmq.Context()
+def test_thread_that_ended_is_told_by_the_next_publish(context: zmq.Context, at: str) -> None:
     publisher = EventPublisher(f"{at}/live", context=context)
 
     def broken(batch: EventBatch) -> None:
@@ -83,7 +84,40 @@ def test_thread_that_ended_is_told_by_the_next_publish(at: str) -> None:
     with pytest.raises(EventStreamError):
         publisher.gap()
     publisher.close()
-    context.destroy(linger=0)
+
+
+def test_a_close_that_runs_out_of_time_says_so(
+    context: zmq.Context, at: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = EventPublisher(f"{at}/live", context=context)
+    entered, go_on = threading.Event(), threading.Event()
+
+    def held(batch: EventBatch) -> None:
+        entered.set()
+        assert go_on.wait(DEADLINE)
+
+    publisher._send = held  # type: ignore[method-assign]
+    publisher.publish([event(0)])
+    assert entered.wait(DEADLINE)
+    assert not publisher.close(0.0)
+    assert "its sockets stay open" in caplog.text
+    go_on.set()
+    assert publisher.close(DEADLINE)
+
+
+def test_a_connection_that_ends_early_waits_for_nobody(context: zmq.Context, at: str) -> None:
+    """ZeroMQ's default is to wait for ever, and `close` comes too late for what ended before."""
+    with (
+        EventPublisher(f"{at}/live", replay_endpoint=f"{at}/replay", context=context) as publisher,
+        subscribe(context, at) as subscriber,
+    ):
+        sockets = (
+            publisher._sockets.pub,
+            publisher._sockets.router,
+            subscriber._socket._socket,
+            subscriber._socket._monitor,
+        )
+        assert [socket.getsockopt(zmq.LINGER) for socket in sockets] == [0] * 4  # type: ignore[union-attr]
 
 
 def test_bad_replay_requests_are_counted_and_ignored(context: zmq.Context, at: str) -> None:
@@ -186,17 +220,82 @@ def test_an_address_without_a_star_cannot_be_bound_twice_and_is_no_error_to_conn
             assert second.publish([event(0)])
 
 
-def test_settings_that_cannot_work_are_named(context: zmq.Context, at: str) -> None:
-    with pytest.raises(ConfigError, match="hwm is 0"):
-        EventPublisher(f"{at}/live", hwm=0, context=context)
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("hwm", 0),
+        ("hwm", 1.5),
+        ("hwm", 2**31),
+        ("max_queue_batches", "x"),
+        ("max_queue_batches", 0),
+        ("buffer_batches", None),
+        ("buffer_bytes", 0),
+        ("max_batch_bytes", True),
+        ("max_batch_bytes", 0),
+        ("topic", 3),
+        ("topic", "t" * 1001),
+        ("topic", "\ud800"),
+        ("data_parallel_rank", "0"),
+        ("data_parallel_rank", -1),
+        ("replay_timeout_seconds", 0),
+        ("replay_timeout_seconds", float("nan")),
+        ("replay_timeout_seconds", "1"),
+        ("int_hashes", 1),
+        ("publish_salts", None),
+        ("bind", "yes"),
+        ("replay_endpoint", 5558),
+        ("context", "shared"),
+    ],
+)
+def test_a_publisher_names_the_setting_that_it_refuses(
+    context: zmq.Context, at: str, setting: str, value: object
+) -> None:
+    settings = {"context": context, setting: value}
+    with pytest.raises(ConfigError, match=rf"EventPublisher\.{setting} (is|has) "):
+        EventPublisher(f"{at}/live", **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("hwm", 0),  # to ZeroMQ: no limit
+        ("hwm", True),
+        ("max_payload_bytes", 0),
+        ("max_payload_bytes", 2**31),
+        ("max_payload_bytes", 1e6),
+        ("probe_seconds", 0),
+        ("probe_seconds", -1),
+        ("probe_seconds", "5"),
+        ("replay_timeout_seconds", 0),
+        ("replay_timeout_seconds", float("inf")),
+        ("topic", b"t"),
+        ("topic", "t" * 1001),
+        ("from_start", 0),
+        ("bind", None),
+        ("replay_endpoint", b"ipc://x"),
+        ("context", 1),
+    ],
+)
+def test_a_subscriber_names_the_setting_that_it_refuses(
+    context: zmq.Context, at: str, setting: str, value: object
+) -> None:
+    settings = {"context": context, "replay_endpoint": f"{at}/replay", setting: value}
+    with pytest.raises(ConfigError, match=rf"EventSubscriber\.{setting} (is|has) "):
+        EventSubscriber(f"{at}/live", **settings)  # type: ignore[arg-type]
+
+
+def test_endpoints_that_cannot_work_are_named(context: zmq.Context, at: str) -> None:
+    for endpoint in (5557, None):
+        with pytest.raises(ConfigError, match=r"EventPublisher\.endpoint is"):
+            EventPublisher(endpoint, context=context)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"EventSubscriber\.endpoint is"):
+            EventSubscriber(endpoint, context=context)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="above 65535"):
+        EventPublisher("tcp://127.0.0.1:65535", data_parallel_rank=1, context=context)
     with pytest.raises(ConfigError, match="cannot be published"):
         EventPublisher("ipc:///no/such/folder/x", context=context)
     with pytest.raises(ConfigError, match="cannot be published"):
         EventPublisher("nonsense", context=context)
-    with pytest.raises(ConfigError, match="replay_timeout_seconds"):
-        EventSubscriber(f"{at}/live", replay_timeout_seconds=0, context=context)
-    with pytest.raises(ConfigError, match="topic has 1001 bytes"):
-        EventSubscriber(f"{at}/live", topic="t" * 1001, context=context)
     with pytest.raises(ConfigError, match="cannot subscribe"):
         EventSubscriber("nonsense", context=context)
 
@@ -210,6 +309,34 @@ def test_hashes_may_be_sent_as_vllms_64_bit_integers(context: zmq.Context, at: s
     ):
         publisher.publish([BlockRemoved(block_hashes=(bytes(31) + b"\x07",))])
         assert deliveries(subscriber, 1)[0].batch.events == (BlockRemoved(block_hashes=(7,)),)
+
+
+def test_salts_are_left_out_where_it_is_asked_for(context: zmq.Context, at: str) -> None:
+    stored = BlockStored(
+        block_hashes=(b"a" * 32, b"b" * 32),
+        parent_block_hash=None,
+        token_ids=(1, 2),
+        block_size=1,
+        extra_keys=(("tenant",), None),
+    )
+    adapted = replace(
+        stored,
+        lora_name="tenant",  # the same text twice: the first is the adapter's
+        extra_keys=(("tenant", ("image", 0), "tenant"), ("tenant",)),
+    )
+    with (
+        EventPublisher(
+            f"{at}/live", replay_endpoint=f"{at}/replay", publish_salts=False, context=context
+        ) as publisher,
+        subscribe(context, at, probe_seconds=0.0001) as subscriber,
+    ):
+        publisher.publish([stored, adapted, event(1)])
+        (got,) = deliveries(subscriber, 1)
+    assert got.batch.events == (
+        replace(stored, extra_keys=None),
+        replace(adapted, extra_keys=(("tenant", ("image", 0)), ("tenant",))),
+        event(1),
+    )
 
 
 def test_wire_is_topic_number_and_payload(context: zmq.Context, at: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import msgpack
 import pytest
 import zmq
-from events.streams import Stage, brief, deliveries, number, payload, subscribe
+from events.streams import DEADLINE, Stage, brief, deliveries, number, payload, subscribe
 
-from kvcache.core.errors import MisuseError
+from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.events.replay import END_SEQ
 from kvcache.core.events.subscriber import Restarted
 
@@ -164,3 +166,54 @@ def test_receive_returns_none_when_its_time_is_over(
     with pytest.raises(MisuseError):
         subscriber.receive(0.0)
     subscriber.close()
+
+
+def test_a_dead_replay_endpoint_does_not_keep_receive(context: zmq.Context, at: str) -> None:
+    """A probe that fails takes longer than the time until the next one."""
+    with subscribe(
+        context,
+        at,
+        replay_endpoint=f"{at}/nobody",
+        probe_seconds=0.01,
+        replay_timeout_seconds=0.02,
+    ) as subscriber:
+        for probes in (1, 2, 3):
+            assert subscriber.receive(0.05) is None
+            assert subscriber.stats().failed_replays == probes
+
+
+def test_a_caller_that_only_looks_still_probes(context: zmq.Context, at: str, stage: Stage) -> None:
+    stage.keep(0)
+    with subscribe(context, at, probe_seconds=0.01) as subscriber:
+        end = time.monotonic() + DEADLINE
+        while (got := subscriber.receive(0.0)) is None:
+            assert time.monotonic() < end
+        assert brief([got]) == [(0, "replayed")]
+
+
+def test_before_the_first_batch_of_a_joined_stream_there_is_nothing_to_ask_for(
+    context: zmq.Context, at: str, stage: Stage
+) -> None:
+    with subscribe(context, at, from_start=False, probe_seconds=0.001) as subscriber:
+        assert subscriber.receive(0.05) is None
+        assert subscriber.stats().replays == 0
+
+
+def test_nonsense_does_not_keep_receive_beyond_its_time(
+    context: zmq.Context, at: str, stage: Stage
+) -> None:
+    with subscribe(context, at) as subscriber:
+        stage.subscribed()
+        for _ in range(5):
+            stage.live.send_multipart((b"only", b"two"))
+        end = time.monotonic() + DEADLINE
+        while (seen := subscriber.stats().malformed) < 5:
+            assert time.monotonic() < end
+            assert subscriber.receive(0.0) is None
+            assert subscriber.stats().malformed - seen <= 1
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), "1", None, True])
+def test_a_time_to_wait_is_a_number(context: zmq.Context, at: str, timeout: object) -> None:
+    with subscribe(context, at) as subscriber, pytest.raises(ConfigError, match="timeout_seconds"):
+        subscriber.receive(timeout)  # type: ignore[arg-type]
