@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 
 import pytest
@@ -10,10 +11,12 @@ from arena.rules import Group, Instance, Rule, smallest_arena
 from arena.search import Verdict, search
 from laws.cases import SCALE
 
-STATES = 1000 if SCALE == 1 else 4000
+STATES = 3000 if SCALE == 1 else 4000
 """An instance with more is undecided, which is no failure; most have fewer."""
 ALL = list(instances())
 SAMPLED = ALL[7::40] if SCALE == 1 else ALL
+DECIDED = {0: (58, 15), 2: (48, 11)}
+"""By fence: searches of `SAMPLED` that finish, and that stay undecided. In docs/memory.md too."""
 
 
 def small(pages: tuple[int, ...], windows: tuple[int, ...], lengths: tuple[int, ...]) -> Instance:
@@ -48,7 +51,11 @@ def test_small_arenas_always_finish(fence: int) -> None:
             verdict = search(instance, rule, limit=STATES)
             assert verdict.outcome in {"finishes", "undecided"}, f"{instance}\n{schedule(verdict)}"
             outcomes[verdict.outcome] += 1
-    assert outcomes["finishes"] > outcomes["undecided"], outcomes
+    found = outcomes["finishes"], outcomes["undecided"]
+    sys.stdout.write(f"fence {fence}: {found[0]} finish, {found[1]} undecided\n")
+    if SCALE == 1:
+        assert found == DECIDED[fence]
+    assert found[1] <= 0.3 * sum(found)
 
 
 WRONG = {
@@ -72,9 +79,12 @@ def test_every_part_of_the_rule_is_needed(name: str) -> None:
 
 
 def test_a_stream_of_new_requests_does_not_starve_the_oldest() -> None:
-    for instance in SAMPLED[::6]:
+    undecided, chosen = 0, SAMPLED[::6]
+    for instance in chosen:
         verdict = search(instance._replace(stream=True), Rule(), limit=STATES)
         assert verdict.outcome in {"finishes", "undecided"}, f"{instance}\n{schedule(verdict)}"
+        undecided += verdict.outcome == "undecided"
+    assert undecided <= (0 if SCALE == 1 else 0.3 * len(chosen))
 
 
 def test_arenas_are_as_small_as_open_allows() -> None:
