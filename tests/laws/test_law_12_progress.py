@@ -9,6 +9,7 @@ from laws.counting import OTHER, seen
 from laws.drive import compute, drain, open_request, run
 from laws.engine import Engine
 from laws.grants import allocate
+from laws.space import Arena
 from laws.verify import verify
 
 
@@ -62,6 +63,18 @@ def complete(crowd: Crowd, where: str) -> None:
     crowd.run()
     for what, times in crowd.met.items():
         seen[f"crowds: {what}", where] += times
+
+
+@pytest.mark.parametrize("name", sorted(cases.GEOMETRIES))
+def test_law_12_admitted_is_exactly_what_the_arena_can_serve_to_its_end(name: str) -> None:
+    """One slab fewer than the longest request needs, and `open` refuses it."""
+    geometry = cases.GEOMETRIES[name]
+    for tokens in range(1, 64, 3):
+        slabs = sum(Arena(geometry, 1).needed(tokens))
+        for fewer in range(min(2, slabs)):
+            engine = Engine(geometry, cases.policy_of(geometry, None), slabs=slabs - fewer)
+            request = engine.open([0], max_tokens=tokens)  # it asserts what the arena admits
+            assert (request is None) == bool(fewer)
 
 
 SPREAD = {

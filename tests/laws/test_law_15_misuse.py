@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from laws import cases
 from laws.misuse import GEOMETRY, MISUSE, PROMPT, Scene
 
 from kvcache import (
+    ConfigError,
     HandleError,
     KVCacheError,
     Manager,
@@ -16,6 +18,7 @@ from kvcache import (
     Sparse,
 )
 from kvcache.core.records import UNLIMITED
+from kvcache.core.retain import RetentionPlan, TurnShape
 
 PROMPTS = 40
 """Opened while another thread calls; the first one is enough, unless that thread never ran meanwhile."""
@@ -32,6 +35,33 @@ def test_law_15_misuse_is_a_named_error_at_once_and_changes_nothing(case: str) -
     assert len(str(raised.value)) > 10
     assert scene.snapshot() == before
     scene.manager.check()
+
+
+class Answer(NamedTuple):
+    """A policy that always says the same."""
+
+    answer: RetentionPlan
+
+    def plan(self, shape: TurnShape) -> RetentionPlan:
+        del shape
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        RetentionPlan((0, GEOMETRY.grid_tokens + 1), (), ()),
+        RetentionPlan((0, GEOMETRY.grid_tokens), (GEOMETRY.grid_tokens - 1,), (True,)),
+        RetentionPlan((0, 0), (2 * GEOMETRY.grid_tokens, GEOMETRY.grid_tokens), (True, True)),
+    ],
+    ids=["interval off the grid", "position off the grid", "positions that descend"],
+)
+def test_law_15_what_a_policy_may_not_answer_is_refused_at_open(answer: RetentionPlan) -> None:
+    m = Manager(GEOMETRY, slabs=8, retention=Answer(answer))
+    with pytest.raises(ConfigError):
+        m.open(PROMPT)
+    assert m.stats().open_requests == 0
+    m.check()
 
 
 def test_law_15_commit_without_a_step_is_refused() -> None:
