@@ -7,15 +7,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvcache.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvcache.core.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    ReferenceIndex,
+    decode_batch,
+)
 
 FOLDER = Path(__file__).resolve().parent.parent / "golden"
 
 
 @cache
-def index() -> dict[str, Any]:
+def index(folder: Path = FOLDER) -> dict[str, Any]:
     """Version, and what each case contains."""
-    return json.loads((FOLDER / "vllm_events.json").read_text(encoding="utf-8"))
+    return json.loads((folder / "vllm_events.json").read_text(encoding="utf-8"))
 
 
 def pools() -> list[str]:
@@ -24,15 +31,34 @@ def pools() -> list[str]:
 
 
 @cache
-def payloads(name: str) -> tuple[bytes, ...]:
+def payloads(name: str, folder: Path = FOLDER) -> tuple[bytes, ...]:
     """The batches of one case."""
-    raw = (FOLDER / f"{name}.bin").read_bytes()
+    raw = (folder / f"{name}.bin").read_bytes()
     found, at = [], 0
     while at < len(raw):
         end = at + 4 + int.from_bytes(raw[at : at + 4], "big")
         found.append(raw[at + 4 : end])
         at = end
     return tuple(found)
+
+
+def replayed(name: str, *, count_copies: bool, folder: Path = FOLDER) -> list[tuple[set, set]]:
+    """Keys of an index and of vLLM's pool, wherever the latter were noted."""
+    noted = index(folder)["cases"][name]["keys_after_batches"]
+    told = ReferenceIndex(count_copies=count_copies)
+    pairs = []
+    for n, payload in enumerate(payloads(name, folder), 1):
+        told.apply(decode_batch(payload).events)
+        if str(n) in noted:
+            pool = {
+                (group, bytes.fromhex(key) if isinstance(key, str) else key)
+                for group, key in noted[str(n)]
+            }
+            held = {(s.group, key) for s in told.shelves() for key in told.keys(s.group)}
+            pairs.append((held, pool))
+    assert pairs
+    assert told.unknown_removals == 0 or not count_copies
+    return pairs
 
 
 def every_field() -> tuple[Event, ...]:

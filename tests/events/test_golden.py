@@ -11,32 +11,12 @@ from kvcache.core.events import (
     BlockRemoved,
     BlockStored,
     EventBatch,
-    ReferenceIndex,
     decode_batch,
     encode_batch,
     with_int_hashes,
 )
 
 MAP_CASES = [name for name in recorded.index()["cases"] if name != "array_form"]
-
-
-def replayed(name: str, *, count_copies: bool) -> list[tuple[set, set]]:
-    """Keys of the index and of vLLM's pool, wherever the latter were noted."""
-    noted = recorded.index()["cases"][name]["keys_after_batches"]
-    index = ReferenceIndex(count_copies=count_copies)
-    pairs = []
-    for n, payload in enumerate(recorded.payloads(name), 1):
-        index.apply(decode_batch(payload).events)
-        if str(n) in noted:
-            pool = {
-                (group, bytes.fromhex(key) if isinstance(key, str) else key)
-                for group, key in noted[str(n)]
-            }
-            held = {(s.group, key) for s in index.shelves() for key in index.keys(s.group)}
-            pairs.append((held, pool))
-    assert pairs
-    assert index.unknown_removals == 0 or not count_copies
-    return pairs
 
 
 def test_recordings_are_of_the_version_that_we_follow() -> None:
@@ -82,7 +62,7 @@ def test_integer_hashes_are_vllms() -> None:
 
 @pytest.mark.parametrize("name", recorded.pools())
 def test_replaying_vllms_events_gives_its_pools_keys(name: str) -> None:
-    for held, pool in replayed(name, count_copies=True):
+    for held, pool in recorded.replayed(name, count_copies=True):
         assert held == pool
 
 
@@ -91,7 +71,7 @@ def test_vllms_pools_hold_one_key_in_several_blocks() -> None:
     wrong = [
         name
         for name in recorded.pools()
-        if any(held != pool for held, pool in replayed(name, count_copies=False))
+        if any(held != pool for held, pool in recorded.replayed(name, count_copies=False))
     ]
     assert wrong == ["window_sparse", "state_sparse"]
 

@@ -2,9 +2,10 @@
 
     PYTHONPATH=. v/bin/python tests/golden/check_with_vllm.py
 
-`v` is the environment of record_vllm_events.py, plus msgpack. Three parts: vLLM's decoder reads our
-bytes and gives equal fields; its encoder writes the very same bytes again; our subscriber reads
-vLLM's publisher, gap and replay included, and a plain ZeroMQ client of vLLM's kind reads ours.
+`v` is the environment of record_vllm_events.py, plus msgpack. vLLM's decoder reads our bytes and
+gives equal fields; its encoder writes the very same bytes again; its compressors have the windows
+that we tell; our subscriber reads vLLM's publisher, gap and replay included, and a plain ZeroMQ
+client of vLLM's kind reads ours.
 """
 
 # ruff: noqa: T201  (run as a program)
@@ -14,19 +15,25 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
 import msgspec
 import numpy as np
+import torch
 import vllm
 import zmq
 from vllm.distributed import kv_events as theirs
+from vllm.models.deepseek_v4 import compressor
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvcache.core import events as ours
 from kvcache.core.events.publisher import EventPublisher
 from kvcache.core.events.subscriber import EventSubscriber, Lost, Received
+from kvcache.core.specs import PoolingState
+from kvcache.presets import preset
 
 DECODER = msgspec.msgpack.Decoder(theirs.KVEventBatch)
 ENCODER = msgspec.msgpack.Encoder()
@@ -103,6 +110,26 @@ def check_bytes() -> None:
     print(f"bytes: vLLM reads and rewrites {len(batch.events)} of our events")
 
 
+def check_windows() -> None:
+    """Those of DeepSeek V4's pooling states, which vLLM describes as windows."""
+    compressor.get_current_vllm_config = lambda: SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={})
+    )
+    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="auto"))
+    ours_by_ratio = {
+        spec.ratio: spec
+        for spec in preset("deepseek-v4-pro").groups
+        if isinstance(spec, PoolingState)
+    }
+    assert sorted(ours_by_ratio) == [4, 128]
+    for ratio, spec in ours_by_ratio.items():
+        state = compressor.CompressorStateCache(8, torch.float32, ratio, f"state{ratio}")
+        theirs_of_it = state.get_kv_cache_spec(config)
+        assert spec.window_tokens == get_kv_cache_spec_sliding_window(theirs_of_it)
+        assert spec.kind == get_kv_cache_spec_kind(theirs_of_it).value
+    print("windows: those of pooling states are vLLM's")
+
+
 def their_batch(n: int) -> theirs.KVEventBatch:
     event = theirs.BlockRemoved(block_hashes=[bytes([n]) * 32], medium="GPU", group_idx=0)
     return theirs.KVEventBatch(ts=float(n), events=[event])
@@ -113,7 +140,9 @@ def check_their_publisher(folder: str) -> None:
     publisher = theirs.ZmqEventPublisher(0, live, replay, buffer_steps=6)
     for n in range(8):  # nobody listens: 0 to 7 are missed, 2 to 7 can be replayed
         publisher.publish(their_batch(n))
-    publisher._event_queue.join()
+    queue = publisher._event_queue
+    with queue.all_tasks_done:
+        assert queue.all_tasks_done.wait_for(lambda: not queue.unfinished_tasks, DEADLINE)
     with EventSubscriber(live, replay_endpoint=replay, probe_seconds=0.5) as subscriber:
         got = []
         while not any(isinstance(d, Received) and d.seq == 7 for d in got):
@@ -158,6 +187,7 @@ def check_our_publisher(folder: str) -> None:
 
 def main() -> None:
     check_bytes()
+    check_windows()
     with tempfile.TemporaryDirectory() as folder:
         check_their_publisher(folder)
         check_our_publisher(folder)
