@@ -3,6 +3,8 @@
 
     python docs/vllm_retention.py PYTHON        # of an environment that has vLLM 0.33.0
 
+`tests/retention/test_vllm_figures.py` runs it and compares (`make conformance`).
+
 The models are those of `kvcache bench agents`: toy layers in the ratios, and with the block sizes,
 that vLLM derives for each family. One request runs at a time, in a pool that evicts nothing.
 """

@@ -11,6 +11,7 @@ from events.managers import GEOMETRIES, Rig, play, play_sessions
 from kvcache.core import event_calls
 from kvcache.core.events import (
     AllBlocksCleared,
+    BlockRemoved,
     BlockStored,
     ReferenceIndex,
 )
@@ -138,3 +139,43 @@ def test_a_salt_is_told_with_the_first_block() -> None:
     assert isinstance(stored, BlockStored)
     assert stored.extra_keys == (("tenant",), None)
     assert stored.session_id == "s"
+
+
+@pytest.mark.parametrize("change", ["clear", "salt", "weights", "adapter"])
+def test_what_is_taken_after_a_change_tells_it_in_order_and_by_the_names_of_its_time(
+    change: str,
+) -> None:
+    """docs/events.md, "When to take them"."""
+    manager = Manager(Geometry(groups=GEOMETRIES["full"]), slabs=64, retention=Dense(), events=True)
+    prompt = np.arange(8, dtype=np.int32)
+
+    def serve() -> None:
+        handle = manager.open(prompt, salt="tenant", lora="adapter", session="s")
+        manager.lookup(handle)
+        step = manager.begin_step()
+        assert manager.allocate(handle, 8) is not None
+        manager.commit(handle, 8)
+        manager.end_step(step)
+        manager.finish(handle)
+
+    serve()
+    match change:
+        case "clear":
+            manager.clear()
+        case "salt":
+            manager.clear(salt="tenant")
+        case "weights":
+            manager.set_weights_epoch(7)
+        case "adapter":
+            manager.set_lora_version("adapter", "2")
+    serve()
+    first, gone, second = manager.take_events()
+    assert isinstance(first, BlockStored)
+    assert isinstance(gone, BlockRemoved)
+    assert isinstance(second, BlockStored)
+    assert set(gone.block_hashes) == set(first.block_hashes)
+    for event in (first, second):
+        assert event.extra_keys == (("adapter", "tenant"), ("adapter",))
+        assert (event.session_id, event.token_ids) == ("s", tuple(range(8)))
+    same = change in {"clear", "salt"}
+    assert (first.block_hashes == second.block_hashes) == same

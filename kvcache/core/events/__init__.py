@@ -23,6 +23,7 @@ from kvcache.core.events.records import (
     Event,
     EventBatch,
     with_int_hashes,
+    without_salts,
 )
 from kvcache.core.events.runs import ClearedRun, RemovedRun, Run, StoredRun, to_events
 
@@ -54,4 +55,5 @@ __all__ = [
     "encode_event",
     "to_events",
     "with_int_hashes",
+    "without_salts",
 ]
