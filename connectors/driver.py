@@ -293,7 +293,9 @@ class Offload:
         for result in self._worker.poll():
             self._take(result)
         now = time.monotonic()
-        for load in [load for load in self._loads.values() if load.wanted and load.due <= now]:
+        for load in [
+            load for load in self._loads.values() if not load.given_up and load.due <= now
+        ]:
             error = f"Silent: no result until {GRACE_SECONDS} s after the deadline"
             self._take(replace(failed(load.transfer, error), late=True))
         ended = len(self._stores) < stores
@@ -319,9 +321,10 @@ class Offload:
             ok = np.zeros(len(load.items), np.bool_)
         if waits and not ok.all():
             self._note_fault(load.handle, load.items[~ok])
-        if result.late:
-            if load.wanted:
+        if result.late:  # a twin must not wait for it, though its own request may have left
+            if not load.given_up:
                 self.manager.abandon_load(load.load)
+            load.given_up = True
         else:
             del self._loads[result.id]
             self.manager.end_load(load.load, ok.astype(np.uint8))
@@ -342,7 +345,9 @@ class Offload:
 
     def _wait(self, timeout_seconds: float) -> bool:
         """Until there is a result, or one that should have come is not waited for any longer."""
-        due = min((load.due for load in self._loads.values() if load.wanted), default=math.inf)
+        due = min(
+            (load.due for load in self._loads.values() if not load.given_up), default=math.inf
+        )
         remaining = max(0.0, min(timeout_seconds, due - time.monotonic()))
         return self._worker.wait(remaining) or due <= time.monotonic()
 

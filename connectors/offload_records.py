@@ -34,6 +34,8 @@ class Load:
     """When a worker that says nothing is not waited for any longer."""
     wanted: bool = True
     """The request still waits for it."""
+    given_up: bool = False
+    """Its time was over: nobody waits for its pages any more, they are kept until a result comes."""
 
 
 @dataclass(slots=True)

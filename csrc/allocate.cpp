@@ -15,10 +15,9 @@ Request* Manager::guaranteed() {
     if (Request* r = find(guaranteed_)) return r;
     frozen_ = false;
     guaranteed_ = 0;
-    Request* oldest = nullptr;
-    for (const Slot& slot : slots_)
-        if (slot.request && (!oldest || slot.request->order < oldest->order)) oldest = slot.request.get();
-    if (!oldest) return nullptr;
+    while (!by_age_.empty() && !find(by_age_.front())) by_age_.pop_front();
+    if (by_age_.empty()) return nullptr;
+    Request* oldest = find(by_age_.front());
     std::vector<int64_t> needs(pages_per_slab_.size(), 0);
     for (const GroupRules& group : groups_)
         needs[static_cast<size_t>(group.size_class)] += group.need(oldest->max_tokens, grid_);

@@ -67,9 +67,9 @@ void Arena::prepare_to_evict() {
     ghosts_.prepare(pages);
 }
 
-void Arena::reserve_keys(int32_t group, int64_t keys) {
+void Arena::reserve_keys(int32_t group, int64_t keys, size_t namespaces) {
     group_of(group).index.reserve(keys);
-    namespaces_.reserve();
+    namespaces_.reserve(namespaces);
 }
 
 // ---- lists ----------------------------------------------------------------------------------------------------------

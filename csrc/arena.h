@@ -105,7 +105,7 @@ class Arena {
     // Room for n more pages of each class and n keys of each group: what follows cannot run out of memory half-way.
     // Invalidates references to pages.
     void reserve(std::span<const int64_t> pages_of_class, std::span<const int64_t> keys_of_group);
-    void reserve_keys(int32_t group, int64_t keys);
+    void reserve_keys(int32_t group, int64_t keys, size_t namespaces = 1);
 
     // ---- references
     void acquire(int32_t group, int32_t id);  // one more

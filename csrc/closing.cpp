@@ -153,7 +153,7 @@ void Manager::reserve_drop(const Request& r) {
     for (const int32_t g : states_) arena_.reserve_keys(g, 1);
     for (const int32_t g : spans_)
         arena_.reserve_keys(g, static_cast<int64_t>(r.tables[static_cast<size_t>(g)].pages.size()));
-    if (Step* step = fence_of(r)) step->releases.reserve(step->releases.size() + pages);
+    if (Step* step = fence_of(r)) make_room(step->releases, pages);
 }
 
 // Takes all pages from a running or loading request, after reserve_drop(). What open steps write for it leaves no key; the
@@ -194,8 +194,8 @@ int32_t Manager::close(int64_t handle) {
     }
     const auto index = static_cast<size_t>(handle & 0xffffffff);
     slots_[index].request.reset();
-    ++slots_[index].generation;
-    free_slots_.push_back(index);
+    // A slot whose generations are used up is left alone: no handle is ever used twice.
+    if (++slots_[index].generation < kMostGenerations) free_slots_.push_back(index);
     --open_requests_;
     return KVC_OK;
 }

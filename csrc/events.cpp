@@ -7,17 +7,17 @@
 namespace kvc {
 
 namespace {
-// Waiting to be taken.
-constexpr size_t kMostEventKeys = size_t{1} << 20;
+// Waiting to be taken; of keys at least so many, and more where there are more pages: a clear tells of all of them.
+constexpr int64_t kMostEventKeys = int64_t{1} << 20;
 constexpr size_t kMostEventTokens = size_t{1} << 25;
-constexpr size_t kMostEventRuns = size_t{1} << 20;
 }  // namespace
 
 bool Manager::continues(const kvc_event_run& last, const kvc_event_run& head) const {
     if (last.kind != head.kind || last.group != head.group || last.ns != head.ns) return false;
     if (head.kind == KVC_EVENT_REMOVED) return true;
     return head.kind == KVC_EVENT_STORED && last.handle == head.handle && (last.n_tokens > 0) == (head.n_tokens > 0) &&
-           last.first_end + last.n_keys * rules(last.group).block_tokens == head.first_end;
+           last.first_end + last.n_keys * rules(last.group).block_tokens == head.first_end && head.has_parent &&
+           std::equal(head.parent, head.parent + 32, run_keys_.end() - 32);
 }
 
 // What does not fit any more is lost, and said to be: everything that waits goes, one KVC_EVENT_LOST takes its place.
@@ -25,18 +25,16 @@ void Manager::push_event(const kvc_event_run& head, const uint8_t* key, const in
     if (!events_) return;
     try {
         const auto n_tokens = static_cast<size_t>(head.n_tokens);
-        if (run_keys_.size() / 32 >= kMostEventKeys || run_tokens_.size() + n_tokens > kMostEventTokens ||
-            runs_.size() >= kMostEventRuns)
+        const auto most = static_cast<size_t>(std::max(kMostEventKeys, most_untaken()));
+        if (run_keys_.size() / 32 >= most || runs_.size() >= most || run_tokens_.size() + n_tokens > kMostEventTokens)
             throw std::bad_alloc();
-        auto grow = [](auto& list, size_t n) {
-            if (list.size() + n > list.capacity()) list.reserve(std::max(list.size() + n, 2 * list.size()));
-        };
-        grow(run_keys_, 32);
-        grow(run_tokens_, n_tokens);
+        make_room(run_keys_, 32);
+        make_room(run_tokens_, n_tokens);
         if (!runs_.empty() && continues(runs_.back(), head)) {
             runs_.back().n_keys += head.n_keys;
             runs_.back().n_tokens += head.n_tokens;
         } else {
+            runs_of_.add(head.ns);
             runs_.push_back(head);
         }
         if (key) run_keys_.insert(run_keys_.end(), key, key + 32);
@@ -44,6 +42,7 @@ void Manager::push_event(const kvc_event_run& head, const uint8_t* key, const in
     } catch (const std::bad_alloc&) {
         events_dropped_ += static_cast<int64_t>(run_keys_.size() / 32) + 1;
         runs_.clear();
+        runs_of_.clear();
         run_keys_.clear();
         run_tokens_.clear();
         kvc_event_run lost{};
@@ -101,20 +100,18 @@ void Manager::removed(int32_t group, const Digest& digest, uint32_t ns) {
     push_event(head, digest.bytes, nullptr);
 }
 
-int32_t Manager::event_sizes(int64_t* runs, int64_t* keys, int64_t* tokens) {
-    *runs = static_cast<int64_t>(runs_.size());
-    *keys = static_cast<int64_t>(run_keys_.size() / 32);
-    *tokens = static_cast<int64_t>(run_tokens_.size());
-    return KVC_OK;
-}
-
-int32_t Manager::take_events(kvc_event_run* runs, uint8_t* keys, int32_t* tokens) {
+int32_t Manager::take_events(const kvc_event_counts& cap, kvc_event_run* runs, uint8_t* keys, int32_t* tokens,
+                             kvc_event_counts* n) {
+    *n = {static_cast<int64_t>(runs_.size()), static_cast<int64_t>(run_keys_.size() / 32),
+          static_cast<int64_t>(run_tokens_.size())};
+    if (n->runs > cap.runs || n->keys > cap.keys || n->tokens > cap.tokens) return KVC_OK;
     std::copy(runs_.begin(), runs_.end(), runs);
     std::copy(run_keys_.begin(), run_keys_.end(), keys);
     std::copy(run_tokens_.begin(), run_tokens_.end(), tokens);
     runs_.clear();
     run_keys_.clear();
     run_tokens_.clear();
+    runs_of_.clear();
     return KVC_OK;
 }
 

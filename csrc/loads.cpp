@@ -122,6 +122,7 @@ int64_t Manager::most_untaken() const {
 void Manager::push_keyed(int64_t handle, int32_t group, int32_t page) {
     if (!journal_) return;
     if (static_cast<int64_t>(keyed_.size()) >= most_untaken()) {
+        keyed_of_.remove(keyed_.front().ns);
         keyed_.pop_front();
         ++keyed_dropped_;
     }
@@ -134,7 +135,9 @@ void Manager::push_keyed(int64_t handle, int32_t group, int32_t page) {
     item.page = page;
     std::memcpy(item.digest, keyed.digest.bytes, 32);
     try {
+        keyed_of_.reserve(1);
         keyed_.push_back(item);
+        keyed_of_.add(item.ns);
     } catch (const std::bad_alloc&) {  // a tier goes without; the step itself must end
         ++keyed_dropped_;
     }
@@ -145,6 +148,7 @@ int32_t Manager::take_keyed(kvc_keyed* items, int64_t cap, int64_t* n) {
     if (*n > cap) return KVC_OK;  // the caller comes back with more room
     std::copy(keyed_.begin(), keyed_.end(), items);
     keyed_.clear();
+    keyed_of_.clear();
     return KVC_OK;
 }
 
@@ -177,7 +181,10 @@ int32_t Manager::unpin(int32_t group, const int32_t* pages, int64_t n) {
             return fail(KVC_E_STATE, "page %d of group %d is pinned %lld times, not %lld: nothing was unpinned",
                         pages[i], group, static_cast<L>(pins), static_cast<L>(times[pages[i]]));
     }
-    for (int64_t i = 0; i < n; ++i) arena_.unpin(group, pages[i]);
+    // In the order of their ages each finds its place beside the one before.
+    std::vector<int32_t> ordered(pages, pages + n);
+    std::ranges::sort(ordered, {}, [&](int32_t page) { return static_cast<uint64_t>(arena_.page(group, page).age); });
+    for (const int32_t page : ordered) arena_.unpin(group, page);
     pinned_ -= n;
     return KVC_OK;
 }

@@ -2,6 +2,7 @@
 #include "manager.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "error.h"
 
@@ -78,11 +79,15 @@ int32_t Manager::info(int64_t handle, kvc_request_info* out) {
     return KVC_OK;
 }
 
-int32_t Manager::digests(int64_t handle, const uint8_t** digests, int64_t* n_units) {
+int32_t Manager::digests(int64_t handle, int64_t first, uint8_t* digests, int64_t cap, int64_t* n) {
     const Request* r = find(handle);
     if (!r) return unknown(handle);
-    *digests = reinterpret_cast<const uint8_t*>(r->digests.data());
-    *n_units = static_cast<int64_t>(r->digests.size());
+    const auto links = static_cast<int64_t>(r->digests.size());
+    if (first < 0 || first > links)
+        return fail(KVC_E_ARGUMENT, "link %lld of a chain of %lld", static_cast<L>(first), static_cast<L>(links));
+    *n = links - first;
+    const int64_t count = std::min(*n, cap);
+    if (count > 0) std::memcpy(digests, r->digests.data() + first, static_cast<size_t>(count) * 32);
     return KVC_OK;
 }
 
@@ -187,8 +192,7 @@ int32_t Manager::namespace_use(uint32_t ns, int64_t* uses) {
     *uses = arena_.keyed_in(ns);
     for (const Slot& slot : slots_) *uses += slot.request && slot.request->ns == ns;
     for (const auto& [id, load] : loads_) *uses += !load.items.empty() && load.items[0].ns == ns;
-    for (const kvc_keyed& item : keyed_) *uses += item.ns == ns;
-    for (const kvc_event_run& run : runs_) *uses += run.ns == ns;
+    *uses += keyed_of_.of(ns) + runs_of_.of(ns);
     return KVC_OK;
 }
 
@@ -210,6 +214,7 @@ int32_t Manager::clear(bool retire) {
     for (auto& [id, load] : loads_) load.muted = true;
     arena_.forget_all();
     keyed_.clear();
+    keyed_of_.clear();
     return KVC_OK;
 }
 
@@ -220,6 +225,7 @@ int32_t Manager::clear_namespace(uint32_t ns, bool retire) {
         if (!load.items.empty() && load.items[0].ns == ns) load.muted = true;
     arena_.forget(ns);
     std::erase_if(keyed_, [ns](const kvc_keyed& item) { return item.ns == ns; });
+    keyed_of_.clear(ns);
     return KVC_OK;
 }
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "group_rules.h"
+#include "namespace_counts.h"
 #include "request.h"
 #include "sha256.h"
 
@@ -43,7 +44,7 @@ class Manager final : private KeyListener {
     int32_t preempt(int64_t handle);
 
     int32_t info(int64_t handle, kvc_request_info* out);
-    int32_t digests(int64_t handle, const uint8_t** digests, int64_t* n_units);
+    int32_t digests(int64_t handle, int64_t first, uint8_t* digests, int64_t cap, int64_t* n);
     int32_t table(int64_t handle, int32_t group, int64_t first, int32_t* pages, int64_t cap, int64_t* n);
     int32_t state_plan(int64_t handle, int32_t group, int32_t* source, int64_t* positions, int32_t* pages, int64_t cap,
                        int64_t* n);
@@ -56,8 +57,8 @@ class Manager final : private KeyListener {
     int32_t pin(kvc_keyed* items, int64_t n, uint8_t* pinned);
     int32_t unpin(int32_t group, const int32_t* pages, int64_t n);
     int32_t take_moves(kvc_move* moves, int64_t cap, int64_t* n);
-    int32_t event_sizes(int64_t* runs, int64_t* keys, int64_t* tokens);
-    int32_t take_events(kvc_event_run* runs, uint8_t* keys, int32_t* tokens);
+    int32_t take_events(const kvc_event_counts& cap, kvc_event_run* runs, uint8_t* keys, int32_t* tokens,
+                        kvc_event_counts* n);
 
     int32_t stats(kvc_manager_stats* out);
     int32_t arena_stats(kvc_arena_stats* out);
@@ -150,6 +151,7 @@ class Manager final : private KeyListener {
     struct Room {
         std::array<int64_t, kMostGroups> keys{};
         size_t releases = 0;
+        size_t namespaces = 0;
     };
     void reserve_settle(const Request& r, int64_t computed, int64_t tokens, Room* room);
     void release_guesses(Request& r, int64_t upto);
@@ -231,8 +233,9 @@ class Manager final : private KeyListener {
     int64_t open_requests_ = 0;
     int64_t holders_ = 0;  // requests that hold pages
     int64_t last_order_ = 0;
-    int64_t guaranteed_ = 0;  // handle of the oldest open request, once it was asked for; 0: to be found
-    bool frozen_ = false;     // it waits for space: nobody else gets any
+    std::deque<int64_t> by_age_;  // handles, the oldest first; of closed requests too
+    int64_t guaranteed_ = 0;      // handle of the oldest open request, once it was asked for; 0: to be found
+    bool frozen_ = false;         // it waits for space: nobody else gets any
 
     std::vector<Kept> kept_;       // working memory of kept_between
     std::vector<Filed> filed_;     // ... and of a request's end
@@ -243,6 +246,7 @@ class Manager final : private KeyListener {
     std::unordered_map<int64_t, Load> loads_;
     int64_t last_load_ = 0;
     std::deque<kvc_keyed> keyed_;
+    NamespaceCounts keyed_of_;  // entries of keyed_
     bool journal_;
     int64_t keyed_dropped_ = 0;
     int64_t pinned_ = 0;
@@ -252,6 +256,7 @@ class Manager final : private KeyListener {
     bool stored_now_ = false;          // a key became visible that was not so before, on any page
     const Digest* parent_ = nullptr;   // of the key, where that is known without it
     std::vector<kvc_event_run> runs_;
+    NamespaceCounts runs_of_;  // entries of runs_
     std::vector<uint8_t> run_keys_;
     std::vector<int32_t> run_tokens_;
     int64_t events_dropped_ = 0;

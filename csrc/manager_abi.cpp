@@ -129,10 +129,11 @@ int32_t kvc_info(kvc_manager* manager, int64_t handle, kvc_request_info* out) {
     });
 }
 
-int32_t kvc_digests(kvc_manager* manager, int64_t handle, const uint8_t** digests, int64_t* n_units) {
+int32_t kvc_digests(kvc_manager* manager, int64_t handle, int64_t first, uint8_t* digests, int64_t cap, int64_t* n) {
     return enter(manager, [&](kvc::Manager& m) {
-        const auto status = not_null("digests", digests, "n_units", n_units);
-        return status ? status : m.digests(handle, digests, n_units);
+        if (const auto status = not_null("n", n)) return status;
+        if (const auto status = check_array("digests", digests, cap)) return status;
+        return m.digests(handle, first, digests, cap, n);
     });
 }
 
@@ -213,17 +214,14 @@ int32_t kvc_unpin(kvc_manager* manager, int32_t group, const int32_t* pages, int
     });
 }
 
-int32_t kvc_event_sizes(kvc_manager* manager, int64_t* runs, int64_t* keys, int64_t* tokens) {
+int32_t kvc_take_events(kvc_manager* manager, const kvc_event_counts* cap, kvc_event_run* runs, uint8_t* keys,
+                        int32_t* tokens, kvc_event_counts* n) {
     return enter(manager, [&](kvc::Manager& m) {
-        const auto status = not_null("runs", runs, "keys", keys, "tokens", tokens);
-        return status ? status : m.event_sizes(runs, keys, tokens);
-    });
-}
-
-int32_t kvc_take_events(kvc_manager* manager, kvc_event_run* runs, uint8_t* keys, int32_t* tokens) {
-    return enter(manager, [&](kvc::Manager& m) {
-        const auto status = not_null("runs", runs, "keys", keys, "tokens", tokens);
-        return status ? status : m.take_events(runs, keys, tokens);
+        if (const auto status = not_null("cap", cap, "n", n)) return status;
+        if (const auto status = check_array("runs", runs, cap->runs)) return status;
+        if (const auto status = check_array("keys", keys, cap->keys)) return status;
+        const auto status = check_array("tokens", tokens, cap->tokens);
+        return status ? status : m.take_events(*cap, runs, keys, tokens, n);
     });
 }
 

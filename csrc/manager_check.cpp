@@ -21,6 +21,8 @@ const char* Manager::check_request(const Request& r, std::vector<std::vector<int
     if (r.state == RequestState::kWaiting && pages) return "a waiting request holds pages";
     if ((r.load != 0) != (r.state == RequestState::kLoading)) return "a load and its request disagree";
     if (r.load && !loads_.contains(r.load)) return "a request waits for a load that is not open";
+    if (r.drafts > r.granted - r.committed) return "more guesses than granted tokens";
+    if (r.last_step > last_step_) return "a request takes part in a step that never was";
     if (r.computed > r.committed || r.committed > r.granted) return "computed, committed, granted do not ascend";
     for (size_t i = 0; i < r.points.size(); ++i)
         if (!r.points[i].frozen || (i && r.points[i].position <= r.points[i - 1].position))
@@ -91,12 +93,16 @@ int32_t Manager::check() {
     auto add = [&](int32_t g, int32_t page) {
         ++refs[static_cast<size_t>(rules(g).size_class)][static_cast<size_t>(page)];
     };
-    int64_t holders = 0;
+    int64_t holders = 0, open = 0;
     for (const Slot& slot : slots_) {
         if (!slot.request) continue;
+        ++open;
         if (const char* broken = check_request(*slot.request, &refs)) return fail(KVC_E_INVARIANT, "%s", broken);
         holders += slot.request->state != RequestState::kWaiting;
     }
+    if (open != open_requests_) return fail(KVC_E_INVARIANT, "the count of open requests is wrong");
+    if (keyed_of_.total() != static_cast<int64_t>(keyed_.size()))
+        return fail(KVC_E_INVARIANT, "the namespaces of what tiers may store are miscounted");
     if (holders != holders_) return fail(KVC_E_INVARIANT, "the count of requests that hold pages is wrong");
     if (const char* broken = check_pending()) return fail(KVC_E_INVARIANT, "%s", broken);
     if (const char* broken = check_guaranteed()) return fail(KVC_E_INVARIANT, "%s", broken);

@@ -1,6 +1,7 @@
-// How many keys each namespace has.
+// How many keys, or records, each namespace has.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -10,17 +11,15 @@ namespace kvc {
 class NamespaceCounts {
   public:
     int64_t of(uint32_t ns) const { return slots_[place(ns)].count; }
-    // Room for many more namespaces, so that add() does not allocate.
-    void reserve() {
-        if (taken_ * 4 > slots_.size()) rebuild();
+    // Room for so many more namespaces, so that add() does not allocate.
+    void reserve(size_t more) {
+        if ((taken_ + more) * 8 > slots_.size() * 7) rebuild(more);
     }
     void add(uint32_t ns) {
         size_t i = place(ns);
         if (!slots_[i].taken) {
-            if ((taken_ + 1) * 8 > slots_.size() * 7) {
-                rebuild();
-                i = place(ns);
-            }
+            reserve(1);
+            i = place(ns);
             slots_[i] = {ns, true, 0};
             ++taken_;
         }
@@ -30,6 +29,16 @@ class NamespaceCounts {
     void remove(uint32_t ns) {
         --slots_[place(ns)].count;
         --total_;
+    }
+    void clear(uint32_t ns) {
+        int64_t& count = slots_[place(ns)].count;
+        total_ -= count;
+        count = 0;
+    }
+    void clear() {
+        std::fill(slots_.begin(), slots_.end(), Slot{});
+        taken_ = 0;
+        total_ = 0;
     }
     int64_t total() const { return total_; }
 
@@ -46,10 +55,10 @@ class NamespaceCounts {
         while (slots_[i].taken && slots_[i].ns != ns) i = (i + 1) & mask;
         return i;
     }
-    void rebuild() {
+    void rebuild(size_t more) {
         size_t live = 0, size = 64;
         for (const Slot& slot : slots_) live += slot.count > 0;
-        while (live * 8 > size) size *= 2;
+        while ((live + more) * 4 > size) size *= 2;
         std::vector<Slot> old(size);
         old.swap(slots_);
         taken_ = live;

@@ -86,10 +86,14 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
         slots_.emplace_back();
         free_slots_.push_back(slots_.size() - 1);
     }
+    if (static_cast<int64_t>(by_age_.size()) > 2 * open_requests_ + 64)
+        std::erase_if(by_age_, [&](int64_t old) { return !find(old); });
+    by_age_.push_back(0);
     const size_t index = free_slots_.back();
     free_slots_.pop_back();
     r.handle = slots_[index].generation << 32 | static_cast<int64_t>(index);
     r.order = ++last_order_;
+    by_age_.back() = r.handle;
     slots_[index].request = std::move(request);
     *handle = r.handle;
     ++open_requests_;
@@ -102,10 +106,8 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
 void Manager::append_tokens(Request& r, const int32_t* tokens, int64_t n) const {
     const auto known = static_cast<int64_t>(r.digests.size());
     const int64_t units = (r.n_tokens + n) / unit_;
-    if (r.tokens.size() + static_cast<size_t>(n) > r.tokens.capacity())
-        r.tokens.reserve(std::max(r.tokens.size() + static_cast<size_t>(n), 2 * r.tokens.size()));
-    if (static_cast<size_t>(units) > r.digests.capacity())
-        r.digests.reserve(std::max(static_cast<size_t>(units), 2 * r.digests.size()));
+    make_room(r.tokens, static_cast<size_t>(n));
+    make_room(r.digests, static_cast<size_t>(units - known));
     std::vector<Digest> links(static_cast<size_t>(units - known));
     r.tokens.insert(r.tokens.end(), tokens, tokens + n);
     try {
@@ -113,8 +115,8 @@ void Manager::append_tokens(Request& r, const int32_t* tokens, int64_t n) const 
         std::vector<uint8_t> extra;
         for (int64_t unit = known; unit < units;) {
             const int64_t begin = unit * unit_;
-            auto item = std::find_if(r.media.begin(), r.media.end(),
-                                     [&](const Media& m) { return m.offset + m.length > begin; });
+            auto item =
+                std::ranges::upper_bound(r.media, begin, {}, [](const Media& m) { return m.offset + m.length; });
             const int64_t plain = item == r.media.end() ? units : std::clamp(item->offset / unit_, unit, units);
             Digest* out = links.data() + (unit - known);
             if (plain > unit) {

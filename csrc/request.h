@@ -15,9 +15,16 @@ namespace kvc {
 inline constexpr int64_t kMostTokens = int64_t{1} << 47;
 
 inline constexpr int64_t kMostStops = int64_t{1} << 24;  // of one plan
+inline constexpr int64_t kMostGenerations = INT32_MAX;   // of one slot: the upper half of a handle
 inline constexpr int64_t kMostDrafts = 1024;             // of one grant
 
 inline constexpr int32_t kHole = -2;  // a block of a hit that a draft group lacks
+
+// Memory for so many more, growing by doubling.
+template <typename List>
+void make_room(List& list, size_t more) {
+    if (list.size() + more > list.capacity()) list.reserve(std::max(list.size() + more, 2 * list.size()));
+}
 
 // A set of group ids.
 using GroupSet = uint64_t;

@@ -18,10 +18,11 @@ int32_t Manager::begin_step(int64_t* step) {
     return KVC_OK;
 }
 
-// Whose end the request's pages wait for: the newest open step that writes it. Guesses may be computed before it is known
-// what is to be committed, so with some granted that is any open step.
+// Whose end the request's pages wait for: the newest open step that writes it. With a grant that is not committed that may be
+// any: guesses are computed before it is known what is to be committed.
 Step* Manager::fence_of(const Request& r) {
-    return r.drafts && !steps_.empty() ? &steps_.back() : open_step(r.last_step);
+    const bool granted = r.state == RequestState::kRunning && r.granted > r.committed;
+    return granted && !steps_.empty() ? &steps_.back() : open_step(r.last_step);
 }
 
 Step* Manager::open_step(int64_t id) {
@@ -133,10 +134,10 @@ int32_t Manager::commit(int64_t handle, int64_t upto) {
     if (!spans_.empty()) kept_between(*r, r->committed, std::min({upto, r->n_tokens, r->key_limit}), &kept_);
     std::vector<Point> plan = r->plan;
     r->points.reserve(r->points.size() + plan.size());
-    step.entries.reserve(step.entries.size() + 1);
+    make_room(step.entries, 1);
     size_t guessed = (r->plan.size() + 1) * states_.size();
     for (const Table& table : r->tables) guessed += r->drafts ? table.pages.size() : 0;
-    step.releases.reserve(step.releases.size() + guessed);
+    make_room(step.releases, guessed);
     for (int32_t g = 0; g < n_groups_; ++g) {
         const GroupRules& group = rules(g);
         if (group.blocks()) arena_.reserve_keys(g, group.blocks_upto(upto) - r->tables[static_cast<size_t>(g)].first);
@@ -191,9 +192,11 @@ void Manager::reserve_settle(const Request& r, int64_t computed, int64_t tokens,
         done = std::min(done, r.span_settled[static_cast<size_t>(g)]);
     }
     if (!spans_.empty()) kept_between(r, done, std::min({computed, tokens, r.key_limit}), &kept_);
-    for (int32_t g = 0; g < n_groups_; ++g) arena_.reserve_keys(g, room->keys[static_cast<size_t>(g)]);
+    ++room->namespaces;
+    for (int32_t g = 0; g < n_groups_; ++g)
+        arena_.reserve_keys(g, room->keys[static_cast<size_t>(g)], room->namespaces);
     room->releases += releases;  // all of them in one step at worst
-    if (Step* step = fence_of(r)) step->releases.reserve(step->releases.size() + room->releases);
+    if (Step* step = fence_of(r)) make_room(step->releases, room->releases);
 }
 
 int32_t Manager::end_step(int64_t id) {

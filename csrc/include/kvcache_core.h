@@ -211,8 +211,8 @@ int32_t kvc_need(kvc_manager* manager, int64_t handle, int64_t n_tokens, int64_t
  * lookup, or what is left of it (looked up again by itself if pages came or went since), then grants n_tokens, and n_drafts guessed ones after
  * them. If parts of the hit must be loaded, grants only the pages of the load. Later calls: capacity beyond what is
  * committed; replaces an uncommitted grant. A grant may end before start + n_tokens: where the request could never hold
- * all that, even alone. So the oldest request always gets on. With guesses the newest open step fences the request's pages
- * until its commit: the step that computes them must be open. */
+ * all that, even alone. So the oldest request always gets on. Until its commit the newest open step fences the request's
+ * pages: a grant may be computed before it is known what is to be committed, under a step that is open. */
 int32_t kvc_allocate(kvc_manager* manager, int64_t handle, int64_t n_tokens, int64_t n_drafts, kvc_grant* out);
 /* Why the last kvc_allocate of the request said KVC_NO_SPACE. */
 enum kvc_blockage_reason {
@@ -249,8 +249,8 @@ typedef struct {
     uint32_t ns;
 } kvc_request_info;
 int32_t kvc_info(kvc_manager* manager, int64_t handle, kvc_request_info* out);
-/* Digests of the request, n_units * 32 bytes, owned by the manager, valid until the request is extended or closed. */
-int32_t kvc_digests(kvc_manager* manager, int64_t handle, const uint8_t** digests, int64_t* n_units);
+/* Digests of the request's chain from link `first` on, 32 bytes each. *n = how many there are from there; writes at most cap. */
+int32_t kvc_digests(kvc_manager* manager, int64_t handle, int64_t first, uint8_t* digests, int64_t cap, int64_t* n);
 /* Pages of a group with blocks (or of a PRIVATE one) from block `first` on, -1 where a span was given up or has
  * no page; *n = blocks there are from `first`; writes at most cap. */
 int32_t kvc_table(kvc_manager* manager, int64_t handle, int32_t group, int64_t first, int32_t* pages, int64_t cap,
@@ -311,16 +311,22 @@ typedef struct {
     int32_t kind;
     int32_t group;
     uint32_t ns;
-    int32_t has_parent; /* 0: the first block starts at token 0, or the request is gone */
+    int32_t has_parent; /* 0: the first block starts at token 0 */
     int64_t handle;     /* the writer; 0: gone */
     int64_t first_end;  /* position after the first block */
     int64_t n_keys;
     int64_t n_tokens; /* n_keys times the group's block; 0 where they are not known (foreign keys) */
     uint8_t parent[32];
 } kvc_event_run;
-/* What kvc_take_events would write now: runs, keys of 32 bytes, tokens; the two last as one sequence over all runs. */
-int32_t kvc_event_sizes(kvc_manager* manager, int64_t* runs, int64_t* keys, int64_t* tokens);
-int32_t kvc_take_events(kvc_manager* manager, kvc_event_run* runs, uint8_t* keys, int32_t* tokens);
+typedef struct {
+    int64_t runs;
+    int64_t keys; /* of 32 bytes */
+    int64_t tokens;
+} kvc_event_counts;
+/* Takes what waits: runs, and their keys and tokens, each as one sequence over all runs. *n = how many of each; where one of
+ * them is above its cap nothing is written and nothing forgotten. */
+int32_t kvc_take_events(kvc_manager* manager, const kvc_event_counts* cap, kvc_event_run* runs, uint8_t* keys,
+                        int32_t* tokens, kvc_event_counts* n);
 
 /* ---- counts ---- */
 typedef struct {
@@ -362,7 +368,7 @@ int32_t kvc_namespace_use(kvc_manager* manager, uint32_t ns, int64_t* uses);
  * `retire` = 1 the root is out of use: its open requests find no keys and leave none, in tiers too. */
 int32_t kvc_clear(kvc_manager* manager, int32_t retire);
 int32_t kvc_clear_namespace(kvc_manager* manager, uint32_t ns, int32_t retire);
-/* Recounts everything: references, lists, index, pending keys, slabs, quota. O(pages). */
+/* Recounts references, lists, index, pending keys, slabs, what the oldest request holds. O(pages). */
 int32_t kvc_check(kvc_manager* manager);
 
 /* ---- host copies ------------------------------------------------------------------------------------------------- */

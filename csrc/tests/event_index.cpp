@@ -11,18 +11,19 @@ bool Events::operator==(const Events& other) const {
 }
 
 Events take_events(const Where& where, kvc_manager* manager) {
-    int64_t n_runs = 0, n_keys = 0, n_tokens = 0;
-    if (kvc_event_sizes(manager, &n_runs, &n_keys, &n_tokens)) broken(where, "no sizes: %s", kvc_last_error());
+    const kvc_event_counts none{};
+    kvc_event_counts n{}, left{};
+    if (kvc_take_events(manager, &none, nullptr, nullptr, nullptr, &n))
+        broken(where, "no counts: %s", kvc_last_error());
     Events events;
-    events.runs.resize(static_cast<size_t>(n_runs) + 1);  // an entry more: an empty vector has no address
-    events.keys.resize(static_cast<size_t>(n_keys) * 32 + 1);
-    events.tokens.resize(static_cast<size_t>(n_tokens) + 1);
-    if (kvc_take_events(manager, events.runs.data(), events.keys.data(), events.tokens.data()))
+    events.runs.resize(static_cast<size_t>(n.runs));
+    events.keys.resize(static_cast<size_t>(n.keys) * 32);
+    events.tokens.resize(static_cast<size_t>(n.tokens));
+    const kvc_event_counts cap = n;
+    if (kvc_take_events(manager, &cap, events.runs.data(), events.keys.data(), events.tokens.data(), &n) ||
+        std::memcmp(&cap, &n, sizeof n))
         broken(where, "no events: %s", kvc_last_error());
-    events.runs.pop_back();
-    events.keys.pop_back();
-    events.tokens.pop_back();
-    if (kvc_event_sizes(manager, &n_runs, &n_keys, &n_tokens) || n_runs || n_keys || n_tokens)
+    if (kvc_take_events(manager, &none, nullptr, nullptr, nullptr, &left) || left.runs || left.keys || left.tokens)
         broken(where, "events were taken, and are still there");
     return events;
 }

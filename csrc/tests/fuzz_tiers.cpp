@@ -19,15 +19,14 @@ void ManagerFuzz::read() {
     const int32_t group = a_group();
     int32_t pages[16], source = 0;
     int64_t positions[16], n = 0, units = 0;
-    const uint8_t* digests = nullptr;
     const int64_t cap = random_.below(17);
+    std::vector<uint8_t> digests(static_cast<size_t>(cap) * 32 + 1, 0xee);
     kvc_request_info info{};
     ask(handle, &info);
     call("kvc_table", [&] { return kvc_table(manager_, handle, group, first, pages, cap, &n); });
     call("kvc_state_plan", [&] { return kvc_state_plan(manager_, handle, group, &source, positions, pages, cap, &n); });
-    call("kvc_digests", [&] { return kvc_digests(manager_, handle, &digests, &units); });
-    // What was handed out can be read.
-    for (int64_t i = 0; digests && i < units * 32; ++i) read_ = static_cast<uint8_t>(read_ ^ digests[i]);
+    call("kvc_digests", [&] { return kvc_digests(manager_, handle, first, digests.data(), cap, &units); });
+    if (digests.back() != 0xee) broken(where_, "more digests were written than there was room for");
     int64_t blocks[16];
     call("kvc_holes", [&] { return kvc_holes(manager_, handle, group, blocks, cap, &n); });
     int32_t reason = 0;
@@ -61,23 +60,34 @@ void ManagerFuzz::take_moves() {
         broken(where_, "%lld moves, then %lld", static_cast<long long>(n), static_cast<long long>(again));
 }
 
-// Room for exactly what was announced.
+// Room for exactly what was announced, or too little of something: then all is still there.
 void ManagerFuzz::take_events() {
-    int64_t n_runs = 0, n_keys = 0, n_tokens = 0;
-    call("kvc_event_sizes", [&] { return kvc_event_sizes(manager_, &n_runs, &n_keys, &n_tokens); });
-    std::vector<kvc_event_run> runs(static_cast<size_t>(n_runs) + 1);
-    std::vector<uint8_t> keys(static_cast<size_t>(n_keys) * 32 + 1, 0xee);
-    std::vector<int32_t> tokens(static_cast<size_t>(n_tokens) + 1, -77);
-    const int32_t status =
-        call("kvc_take_events", [&] { return kvc_take_events(manager_, runs.data(), keys.data(), tokens.data()); });
-    if (keys.back() != 0xee || tokens.back() != -77) broken(where_, "more was written than was announced");
-    int64_t keys_of_runs = 0, tokens_of_runs = 0, none[3] = {};
+    kvc_event_counts cap{}, n{};
+    auto take = [&](kvc_event_run* runs, uint8_t* keys, int32_t* tokens) {
+        return call("kvc_take_events", [&] { return kvc_take_events(manager_, &cap, runs, keys, tokens, &n); });
+    };
+    if (take(nullptr, nullptr, nullptr) != KVC_OK || !n.runs) return;
+    cap = n;
+    if (random_.chance(20)) cap.runs = random_.between(-1, n.runs - 1);
+    else if (random_.chance(20) && n.keys) cap.keys = random_.between(0, n.keys - 1);
+    else if (random_.chance(20) && n.tokens) cap.tokens = random_.between(0, n.tokens - 1);
+    const kvc_event_counts waiting = n;
+    const bool room = !std::memcmp(&cap, &n, sizeof n);
+    std::vector<kvc_event_run> runs(static_cast<size_t>(std::max<int64_t>(cap.runs, 0)) + 1);
+    std::vector<uint8_t> keys(static_cast<size_t>(cap.keys) * 32 + 1, 0xee);
+    std::vector<int32_t> tokens(static_cast<size_t>(cap.tokens) + 1, -77);
+    const int32_t status = take(runs.data(), keys.data(), tokens.data());
+    if (keys.back() != 0xee || tokens.back() != -77) broken(where_, "more was written than there was room for");
+    int64_t keys_of_runs = 0, tokens_of_runs = 0;
     for (const kvc_event_run& run : runs) keys_of_runs += run.n_keys, tokens_of_runs += run.n_tokens;
-    if (status == KVC_OK && kvc_event_sizes(manager_, &none[0], &none[1], &none[2]) == KVC_OK &&
-        (none[0] || none[1] || none[2]))
-        broken(where_, "events were taken, and are still there");
-    if (status == KVC_OK && (keys_of_runs != n_keys || tokens_of_runs != n_tokens))
+    if (status == KVC_OK && room && (keys_of_runs != n.keys || tokens_of_runs != n.tokens))
         broken(where_, "the runs do not add up to what was announced");
+    if (status == KVC_OK && !room && (keys_of_runs || tokens_of_runs || keys[0] != 0xee))
+        broken(where_, "events were written without room for all");
+    cap = {};
+    if (status != KVC_OK || take(nullptr, nullptr, nullptr) != KVC_OK) return;
+    const kvc_event_counts left = room ? kvc_event_counts{} : waiting;
+    if (std::memcmp(&left, &n, sizeof n)) broken(where_, "other events wait than before, less those that were taken");
 }
 
 void ManagerFuzz::take_keyed() {

@@ -57,7 +57,10 @@ struct Reader {
         kvc_take_moves(manager, nullptr, 0, &waiting[0]);
         if (journals) {
             kvc_take_keyed(manager, nullptr, 0, &waiting[1]);  // no room: nothing is taken
-            kvc_event_sizes(manager, &waiting[2], &waiting[3], &waiting[4]);
+            const kvc_event_counts none{};
+            kvc_event_counts events{};
+            kvc_take_events(manager, &none, nullptr, nullptr, nullptr, &events);  // neither here
+            waiting[2] = events.runs, waiting[3] = events.keys, waiting[4] = events.tokens;
             for (uint32_t ns = 0; ns < 4; ++ns) {
                 int64_t uses = 0;
                 kvc_namespace_use(manager, ns, &uses);
@@ -71,10 +74,11 @@ struct Reader {
         kvc_request_info info{};
         kvc_info(manager, handle, &info);
         add("request", handle, info);
-        const uint8_t* digests = nullptr;
         int64_t n = 0;
-        int32_t status = kvc_digests(manager, handle, &digests, &n);
-        add("digests", handle, 0, status, digests, n * 32);
+        kvc_digests(manager, handle, 0, nullptr, 0, &n);
+        std::vector<uint8_t> digests(static_cast<size_t>(n) * 32);
+        int32_t status = kvc_digests(manager, handle, 0, digests.data(), n, &n);
+        add("digests", handle, 0, status, digests.data(), n * 32);
         int32_t pages[kMostRead];
         int64_t numbers[kMostRead];
         for (int32_t g = 0; g < setup.config.n_groups; ++g) {

@@ -70,6 +70,9 @@ constexpr std::nullptr_t no = nullptr;
 const int64_t interval = 0;
 int64_t number = 0;
 int32_t pages[8];
+uint8_t bytes[32];
+const kvc_event_counts zero{}, one{1, 1, 1};
+kvc_event_counts counts;
 
 std::vector<Case> owner_cases(Rig& r) {
     return {
@@ -180,12 +183,9 @@ std::vector<Case> request_cases(Rig& r) {
 std::vector<Case> reading_cases(Rig& r) {
     return {
         {"kvc_info", kBad, [&] { return kvc_info(r.manager, r.handle, no); }},
-        {"kvc_digests, digests", kBad, [&] { return kvc_digests(r.manager, r.handle, no, &number); }},
-        {"kvc_digests, n", kBad,
-         [&] {
-             const uint8_t* digests = nullptr;
-             return kvc_digests(r.manager, r.handle, &digests, no);
-         }},
+        {"kvc_digests, digests", kBad, [&] { return kvc_digests(r.manager, r.handle, 0, no, 1, &number); }},
+        {"kvc_digests, no room", KVC_OK, [&] { return kvc_digests(r.manager, r.handle, 0, no, 0, &number); }},
+        {"kvc_digests, n", kBad, [&] { return kvc_digests(r.manager, r.handle, 0, bytes, 1, no); }},
         {"kvc_table, n", kBad, [&] { return kvc_table(r.manager, r.handle, 0, 0, pages, 8, no); }},
         {"kvc_table, pages", kBad, [&] { return kvc_table(r.manager, r.handle, 0, 0, no, 8, &number); }},
         {"kvc_table, no room", KVC_OK, [&] { return kvc_table(r.manager, r.handle, 0, 0, no, 0, &number); }},
@@ -214,8 +214,9 @@ std::vector<Case> reading_cases(Rig& r) {
         {"kvc_holes, blocks", kBad, [&] { return kvc_holes(r.manager, r.handle, 0, no, 1, &number); }},
         {"kvc_take_moves, n", kBad, [&] { return kvc_take_moves(r.manager, no, 0, no); }},
         {"kvc_take_moves, moves", kBad, [&] { return kvc_take_moves(r.manager, no, 1, &number); }},
-        {"kvc_event_sizes", kBad, [&] { return kvc_event_sizes(r.manager, &number, &number, no); }},
-        {"kvc_take_events", kBad, [&] { return kvc_take_events(r.manager, no, no, no); }},
+        {"kvc_take_events, cap", kBad, [&] { return kvc_take_events(r.manager, no, no, no, no, &counts); }},
+        {"kvc_take_events, runs", kBad, [&] { return kvc_take_events(r.manager, &one, no, bytes, pages, &counts); }},
+        {"kvc_take_events, n", kBad, [&] { return kvc_take_events(r.manager, &zero, no, no, no, no); }},
         {"kvc_has_key, digest", kBad, [&] { return kvc_has_key(r.manager, 0, 0, no, pages); }},
         {"kvc_has_key, page", kBad, [&] { return kvc_has_key(r.manager, 0, 0, r.digest, no); }},
     };

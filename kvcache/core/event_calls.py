@@ -77,21 +77,26 @@ class EventCalls(TierCalls):
         if not self._events:
             raise MisuseError("this manager keeps no events: make it with Manager(events=True)")
         ffi, lib = self._ffi, self._lib
-        sizes = [ffi.new("int64_t*") for _ in range(3)]
-        self._call(lib.kvc_event_sizes, *sizes)
-        n_runs, n_keys, n_tokens = (int(size[0]) for size in sizes)
-        heads = ffi.new("kvc_event_run[]", max(n_runs, 1))
-        keys = np.empty((max(n_keys, 1), 32), np.uint8)
-        tokens = np.empty(max(n_tokens, 1), np.int32)
-        self._call(
-            lib.kvc_take_events,
-            heads,
-            ffi.from_buffer("uint8_t[]", keys),
-            ffi.from_buffer("int32_t[]", tokens),
-        )
+        cap, counts = ffi.new("kvc_event_counts*"), ffi.new("kvc_event_counts*")
+        while True:
+            heads = ffi.new("kvc_event_run[]", cap.runs)
+            keys = np.empty((cap.keys, 32), np.uint8)
+            tokens = np.empty(cap.tokens, np.int32)
+            self._call(
+                lib.kvc_take_events,
+                cap,
+                heads,
+                ffi.from_buffer("uint8_t[]", keys),
+                ffi.from_buffer("int32_t[]", tokens),
+                counts,
+            )
+            fits = counts.runs <= cap.runs and counts.keys <= cap.keys
+            if fits and counts.tokens <= cap.tokens:
+                break
+            cap[0] = counts[0]
         runs: list[Run] = []
         key_at = token_at = 0
-        for i in range(n_runs):
+        for i in range(counts.runs):
             head = heads[i]
             rows = keys[key_at : key_at + head.n_keys]
             text = tokens[token_at : token_at + head.n_tokens]

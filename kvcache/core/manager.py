@@ -322,7 +322,7 @@ class Manager(ClearCalls):
         covers no tokens but names a load: fill `load_items(load)`, then `end_load`.
 
         Args:
-            drafts: guessed tokens after those; `commit` may leave any of them out. They may be
+            drafts: guessed tokens after those; `commit` may leave any of them out. A grant may be
                 computed before it: until then the newest open step fences the request's pages.
         """
         out = self._ffi.new("kvc_grant*")

@@ -80,7 +80,7 @@ def _embedding_extras(item: PromptEmbeddings, unit: int) -> Iterator[Extra]:
             f"prompt embeddings have shape {values.shape}: it must be [tokens, width], none of them 0"
         )
     start, end = item.offset_tokens, item.offset_tokens + len(values)
-    if values.dtype.hasobject:
+    if values.dtype.hasobject or values.dtype.fields:
         raise ConfigError(f"prompt embeddings are of type {values.dtype}: give numbers")
     header = f"{values.dtype.str}/{values.dtype.name}/{values.shape[1]}\0".encode()
     header = _EMBEDDING_DOMAIN + header

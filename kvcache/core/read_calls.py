@@ -21,6 +21,9 @@ from kvcache.core.records import (
     StatePlan,
 )
 
+_NO_DIGESTS = np.empty((0, 32), np.uint8)
+_NO_DIGESTS.flags.writeable = False
+
 
 class ReadCalls(NativeManager):
     """Everything that may be asked at any time."""
@@ -84,14 +87,22 @@ class ReadCalls(NativeManager):
             cap = int(n[0])
 
     def digests(self, handle: int) -> NDArray[np.uint8]:
-        """The request's chain, `[units, 32]`, read-only. Copied once, and again when it grew."""
-        pointer, n = self._ffi.new("uint8_t const**"), self._ffi.new("int64_t*")
-        self._call(self._lib.kvc_digests, handle, pointer, n)
-        chain = self._chains.get(handle)
-        if chain is None or len(chain) < n[0]:
-            raw = bytes(self._ffi.buffer(pointer[0], n[0] * 32)) if n[0] else b""
-            chain = self._chains[handle] = np.frombuffer(raw, np.uint8).reshape(-1, 32)
-        return chain
+        """The request's chain, `[units, 32]`, read-only. Copied once, and what is new when it grew."""
+        known = self._chains.get(handle, _NO_DIGESTS)
+        n, cap = self._ffi.new("int64_t*"), 0
+        while True:
+            rows = np.empty((cap, 32), np.uint8)
+            self._call(
+                self._lib.kvc_digests, handle, len(known), self._buffer("uint8_t", rows), cap, n
+            )
+            if n[0] <= cap:
+                break
+            cap = n[0]
+        if n[0]:
+            known = np.concatenate([known, rows[: n[0]]])
+            known.flags.writeable = False
+        self._chains[handle] = known
+        return known
 
     def group_digests(self, handle: int) -> list[NDArray[np.uint8]]:
         """Keys of each group, one row per block or grid point; views into `digests` where it can."""

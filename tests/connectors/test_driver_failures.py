@@ -310,6 +310,38 @@ def test_a_worker_that_says_nothing_costs_a_deadline_and_no_request(
         e.assert_idle()
 
 
+def test_a_load_whose_request_has_left_keeps_no_other_waiting_past_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver, "GRACE_SECONDS", 0.01)
+    with engine() as e:
+        prompt = text(0, 21)
+        e.serve(prompt)
+        e.manager.clear()
+        silent = Silent(e.offload._worker)
+        e.offload._worker = silent
+        e.offload._scheduler._deadline_seconds = 0.01  # type: ignore[attr-defined]
+        handle = e.open(prompt)
+        e.step()
+        assert e.requests[handle].state == "loading"
+        e.close(handle, "abort")
+        twin = e.manager.open(prompt)
+        assert e.manager.lookup(twin).pending_tokens == 20
+        for _ in range(9):
+            if e.manager.lookup(twin).pending_tokens:
+                assert e.offload.wait(PATIENCE)
+                assert e.offload.poll() == []
+        assert e.manager.lookup(twin).pending_tokens == 0
+        assert e.manager.stats().open_loads == 1  # its pages are kept
+        e.manager.abort(twin)
+        e.offload._worker = silent.inner
+        monkeypatch.setattr(silent.inner, "poll", lambda: [silent.lost.pop()])
+        assert e.offload.poll() == []
+        monkeypatch.undo()
+        e.settle()
+        e.assert_idle()
+
+
 def test_waiting_ends_at_once_where_poll_has_something() -> None:
     with engine() as e:
         prompt = text(0, 21)

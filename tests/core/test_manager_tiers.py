@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from core.managing import A, S, compute, counts, full, granted, held, hit, hybrid, run, text
+from core.managing import (
+    FULL,
+    A,
+    S,
+    compute,
+    counts,
+    full,
+    granted,
+    held,
+    hit,
+    hybrid,
+    run,
+    text,
+)
 
-from kvcache import Manager
+from kvcache import Manager, Sparse
+from kvcache.core.events.runs import StoredRun
+from kvcache.core.records import UNLIMITED
 
 # ---- tiers -----------------------------------------------------------------------------------------
 
@@ -229,3 +244,40 @@ def test_foreign_requests_have_no_keys_beyond_the_prompt() -> None:
     assert [m.group_stats(g).keyed for g in (A, S)] == [2, 1]
     m.finish(handle)
     assert [m.group_stats(g).keyed for g in (A, S)] == [2, 1]
+
+
+def test_blocks_of_two_prefixes_are_told_apart_though_their_requests_have_gone() -> None:
+    m = Manager(FULL, slabs=UNLIMITED, retention=Sparse(), events=True)
+    ones, twos = [1] * 9, [2] * 9
+    run(m, twos[:5])
+    m.take_runs()
+    loads = []
+    for tokens, present in ((ones[:5], [1]), (twos, [1, 1])):
+        handle = m.open(tokens)
+        m.lookup(handle, [np.array(present, np.uint8)])
+        chain = m.digests(handle)
+        loads.append((handle, granted(m.allocate(handle, 1)).load, chain))
+    for handle, _, _ in loads:
+        m.abort(handle)
+    for _, load, _ in loads:
+        m.end_load(load, np.ones(1, np.uint8))
+    first, second = m.take_runs()
+    assert isinstance(first, StoredRun)
+    assert isinstance(second, StoredRun)
+    assert (first.parent, bytes(first.keys[0])) == (None, bytes(loads[0][2][0]))
+    chain = loads[1][2]
+    assert (second.parent, bytes(second.keys[0])) == (bytes(chain[0]), bytes(chain[1]))
+
+
+def test_pages_are_unpinned_in_any_order_and_keep_their_places() -> None:
+    m = full(8)
+    for first in (0, 100):
+        run(m, text(16, first))
+    keyed = m.take_keyed()
+    m.pin(keyed)
+    order = np.random.default_rng(1).permutation(len(keyed))
+    m.unpin(A, keyed["page"][order])
+    m.check()
+    run(m, text(24, 200))  # takes six of eight pages, the tails of the older prompt first
+    assert hit(m, text(17)) == 0
+    assert hit(m, text(17, 100)) == 8

@@ -249,13 +249,13 @@ class Engine(EngineState):
 
     def reset(self, request: Request) -> None:
         """It holds nothing any more; what it held under an open step stays until that ends."""
-        before = set(request.pages())
+        before, fence = set(request.pages()), self.fence(request)
         request.computed = request.committed = request.granted = request.began = 0
         request.tables, request.private, request.plans, request.paged = {}, {}, {}, {}
         request.snapshots, request.holes = {}, {}
         request.wrote_private = request.muted = False
         request.state, request.hit = "waiting", None
-        self.give_up(request, before)
+        self.give_up(request, before, fence)
         request.load = request.drafts = 0
 
     def clear(self, salt: str | None = None) -> None:

@@ -188,15 +188,17 @@ class EngineState:
             used.update(self.group_page(group, page) for group, page, _ in load.items)
         return used
 
-    def give_up(self, request: Request, before: set[Page]) -> None:
-        """What it no longer holds of `before` is held by its fence."""
-        fence = self.fence(request)
+    def give_up(self, request: Request, before: set[Page], fence: int | None = None) -> None:
+        """What it no longer holds of `before` is held by its fence: the one given, or that of now."""
+        if fence is None:
+            fence = self.fence(request)
         if fence in (step for step, _ in self.steps):
             self.freed.setdefault(fence, set()).update(before - set(request.pages()))
 
     def fence(self, request: Request) -> int:
-        """The newest open step that may touch its pages: with guesses granted, any."""
-        return self.steps[-1][0] if request.drafts and self.steps else request.last_step
+        """The newest open step that may touch its pages: with a grant not committed, any."""
+        granted = request.state == "running" and request.granted > request.committed
+        return self.steps[-1][0] if granted and self.steps else request.last_step
 
     def apply_moves(self, in_use: set[Page]) -> None:
         for size_class, old, new in self.manager.take_moves().tolist():
