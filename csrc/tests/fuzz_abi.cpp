@@ -55,7 +55,6 @@ constexpr const char* kFunctions[] = {
     "kvc_take_keyed",
     "kvc_pin",
     "kvc_unpin",
-    "kvc_event_sizes",
     "kvc_take_events",
     "kvc_manager_get_stats",
     "kvc_get_arena_stats",

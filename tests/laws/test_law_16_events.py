@@ -190,5 +190,5 @@ def test_law_16_a_reader_that_comes_too_late_is_told_to_start_over() -> None:
     assert all(manager.find_key(0, key) >= 0 for key in keys[:100])
     compute(np.array([3] * 5 + [4, 4], np.int32))
     index.apply(manager.take_events())
-    assert len(index) == manager.group_stats()[0].keyed == 300_000
+    assert len(index) == manager.group_stats(0).keyed == 300_000
     assert all(manager.find_key(0, bytes(key)) >= 0 for key in list(index.keys(0))[-100:])  # type: ignore[arg-type]
