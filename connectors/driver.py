@@ -165,10 +165,15 @@ class Offload:
 
         False: the tier could not take it (queue full). The request waits again, without pages;
         look it up in a later step.
+
+        Raises:
+            MisuseError: it was started before.
         """
         if not grant.load:
             self._unhold(handle)
             return True
+        if any(load.load == grant.load for load in self._loads.values()):
+            raise MisuseError(f"load {grant.load} was started already: once for each grant")
         items = self.manager.load_items(grant.load)
         pages = KeyedPages(items, self.manager.namespaces)
         transfer = self._scheduler.plan_load(handle, pages)

@@ -91,6 +91,9 @@ void Manager::settle(Request& r) {
 int32_t Manager::check_commit(const Request* r, int64_t handle, int64_t upto) const {
     if (!r) return unknown(handle);
     if (steps_.empty()) return fail(KVC_E_STATE, "commit outside a step: call begin_step() first");
+    if (r->state == RequestState::kLoading)
+        return fail(KVC_E_STATE, "request %lld waits for load %lld: end it first", static_cast<L>(handle),
+                    static_cast<L>(r->load));
     if (r->state != RequestState::kRunning)
         return fail(KVC_E_STATE, "request %lld is not running: allocate first", static_cast<L>(handle));
     if (upto <= r->committed || upto > r->granted)

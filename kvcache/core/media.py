@@ -31,7 +31,8 @@ class Media:
     length_tokens: int
 
     def __post_init__(self) -> None:
-        text(self.identifier, "Media.identifier")
+        if not text(self.identifier, "Media.identifier"):
+            raise ConfigError("Media.identifier is empty: it names the content, by a digest of it")
         for name in ("offset_tokens", "length_tokens"):  # that they lie in the prompt: see `open`
             object.__setattr__(self, name, whole(getattr(self, name), f"Media.{name}"))
 

@@ -16,7 +16,7 @@ from tiers.stamp_engine import (
 from kvcache.connectors.base import KEYED_DTYPE, PageRegion
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.driver import Offload
-from kvcache.core.errors import ConfigError, InvariantError
+from kvcache.core.errors import ConfigError, InvariantError, MisuseError
 from kvcache.core.manager import Manager
 from kvcache.core.pool import PagePool
 from kvcache.core.records import UNLIMITED
@@ -226,6 +226,24 @@ def test_regions_must_cover_the_pools() -> None:
     with pytest.raises(ConfigError, match="region of group 'attention' has 10 pages"):
         Offload(endless, connector, [PageRegion(64, sizes[0], 10), PageRegion(64, sizes[1], 4)])
     connector.worker.close()
+
+
+def test_a_load_is_started_once() -> None:
+    with engine() as e:
+        prompt = text(0, 21)
+        e.serve(prompt)
+        e.manager.clear()
+        handle = e.manager.open(prompt)
+        assert e.offload.lookup(handle)
+        grant = e.manager.allocate(handle, 0)
+        assert grant
+        assert e.offload.start_load(handle, grant)
+        with pytest.raises(MisuseError, match="was started already"):
+            e.offload.start_load(handle, grant)
+        e.offload.forget(handle)
+        e.manager.abort(handle)
+        e.settle()
+        e.assert_idle()
 
 
 def test_a_manager_without_a_journal_is_refused() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from core.managing import FULL, attention, compute, granted, hit, run, text
 
-from kvcache import Geometry, Manager, MisuseError, RecurrentState, RingBuffer, Sparse
+from kvcache import Geometry, Manager, Media, MisuseError, RecurrentState, RingBuffer, Sparse
 from kvcache.core.errors import ConfigError
 from kvcache.core.records import UNLIMITED
 
@@ -84,3 +84,18 @@ def test_a_request_with_thousands_of_declared_boundaries_ends_as_one_with_few() 
     m.check()
     assert hit(m, text(100)) == 96
     assert hit(m, text(53)) == 52
+
+
+def test_an_image_without_a_name_would_be_every_image() -> None:
+    with pytest.raises(ConfigError, match=r"Media\.identifier is empty"):
+        Media(identifier="", offset_tokens=0, length_tokens=4)
+
+
+def test_a_commit_while_a_load_is_open_names_the_load() -> None:
+    m = Manager(FULL, slabs=UNLIMITED, retention=Sparse())
+    handle = m.open(text(9))
+    m.lookup(handle, [np.ones(2, np.uint8)])
+    grant = granted(m.allocate(handle, 0))
+    m.begin_step()
+    with pytest.raises(MisuseError, match=f"waits for load {grant.load}: end it first"):
+        m.commit(handle, 9)
