@@ -53,23 +53,27 @@ def test_vllm_and_we_read_each_other(vllm: Callable[..., str]) -> None:
 def test_vllm_rebuilds_our_managers_keys_from_our_events(
     vllm: Callable[..., str], tmp_path: Path
 ) -> None:
-    for name in ("window", "state", "mixed", "deepseek"):
-        for retention in (Dense(), Sparse(), Sparse(16)):
-            rig = play_sessions(Geometry(GEOMETRIES[name], page_alignment_bytes=1), retention)
-            stream = tmp_path / "stream"
-            stream.write_bytes(b"".join(len(p).to_bytes(4, "big") + p for p in rig.payloads))
-            noted = sorted(rig.held)
-            answer = json.loads(
-                vllm(
-                    recorded.FOLDER / "decode_with_vllm.py", str(stream), stdin=json.dumps(noted)
-                ).splitlines()[-1]
-            )
-            assert answer["vllm"] == VERSION
-            assert answer["misfits"] == answer["cleared"] == 0
-            assert answer["stored"] == answer["removed"] > 0  # the last clear left nothing
-            assert max(map(len, rig.held.values())) > 20
-            for n, keys in zip(noted, answer["keys"], strict=True):
-                assert {(group, bytes.fromhex(key)) for group, key in keys} == rig.held[n], name
+    played = {
+        f"{name} {retention}": play_sessions(
+            Geometry(GEOMETRIES[name], page_alignment_bytes=1), retention
+        )
+        for name in ("window", "state", "mixed", "deepseek")
+        for retention in (Dense(), Sparse(), Sparse(16))
+    }
+    files = [tmp_path / str(n) for n in range(len(played))]
+    noted = [sorted(rig.held) for rig in played.values()]
+    for file, rig in zip(files, played.values(), strict=True):
+        file.write_bytes(b"".join(len(p).to_bytes(4, "big") + p for p in rig.payloads))
+    script = recorded.FOLDER / "decode_with_vllm.py"
+    printed = vllm(script, *map(str, files), stdin=json.dumps(noted))
+    answer = json.loads(printed.splitlines()[-1])
+    assert answer["vllm"] == VERSION
+    for (name, rig), at, read in zip(played.items(), noted, answer["streams"], strict=True):
+        assert read["misfits"] == read["cleared"] == 0, name
+        assert read["stored"] == read["removed"] > 0, name  # the last clear left nothing
+        assert max(map(len, rig.held.values())) > 20, name
+        for n, keys in zip(at, read["keys"], strict=True):
+            assert {(group, bytes.fromhex(key)) for group, key in keys} == rig.held[n], name
 
 
 def test_events_that_vllm_records_today_give_its_pools_keys(

@@ -1,10 +1,11 @@
 """Reads batches with vLLM's own decoder and answers which keys they leave. For test_with_vllm.py.
 
-    python tests/golden/decode_with_vllm.py FILE < '[3, 7]'
+    echo '[[3, 7]]' | python tests/golden/decode_with_vllm.py FILE...
 
-FILE has payloads, each after its length as 4 bytes, big endian. Standard input: after how many of
-them to note the keys. Standard output, one JSON object: vLLM's version, the keys each time as
-[group, hex], and how many stores and removals did not fit what was there. Needs vLLM alone.
+A file has payloads, each after its length as 4 bytes, big endian. Standard input: for each file,
+after how many of them to note the keys. Standard output, one JSON object: vLLM's version, and for
+each file the keys each time as [group, hex], and how many stores and removals did not fit what was
+there. Needs vLLM alone.
 """
 
 # ruff: noqa: T201  (run as a program)
@@ -15,6 +16,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
@@ -25,8 +27,8 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 
 
-def main() -> None:
-    raw, noted = Path(sys.argv[1]).read_bytes(), json.load(sys.stdin)
+def read(raw: bytes, noted: list[int]) -> dict[str, Any]:
+    """One stream."""
     keys: set[tuple[int, str]] = set()
     found: dict[int, list[tuple[int, str]]] = {}
     at = batches = misfits = stored = removed = cleared = 0
@@ -52,18 +54,19 @@ def main() -> None:
         at, batches = end, batches + 1
         if batches in noted:
             found[batches] = sorted(keys)
-    print(
-        json.dumps(
-            {
-                "vllm": vllm.__version__,
-                "keys": [found[n] for n in noted],
-                "misfits": misfits,
-                "stored": stored,
-                "removed": removed,
-                "cleared": cleared,
-            }
-        )
-    )
+    return {
+        "keys": [found[n] for n in noted],
+        "misfits": misfits,
+        "stored": stored,
+        "removed": removed,
+        "cleared": cleared,
+    }
+
+
+def main() -> None:
+    streams = zip(sys.argv[1:], json.load(sys.stdin), strict=True)
+    answers = [read(Path(file).read_bytes(), noted) for file, noted in streams]
+    print(json.dumps({"vllm": vllm.__version__, "streams": answers}))
 
 
 if __name__ == "__main__":
