@@ -45,6 +45,7 @@ def allocate(engine: Engine, request: Request, tokens: int, drafts: int = 0) -> 
     before = _before(engine, request, tokens, drafts)
     hits = _possible_hits(engine, request, before)
     adopted = _adopted(engine, request, before, hits[-1])
+    could_end = engine.arena.keeps_quota(request.max_tokens, request.pages())
     grant = engine.manager.allocate(request.handle, tokens, drafts=drafts)
     engine.apply_moves(before.in_use if request.restarts else before.in_use | adopted)
     if grant is None:
@@ -71,6 +72,9 @@ def allocate(engine: Engine, request: Request, tokens: int, drafts: int = 0) -> 
             request.computed = request.committed = start
         request.drafts = max(0, grant.end - start - tokens)
         taken = _take_pages(engine, request, before)
+    if request is engine.requests[0] and could_end:
+        can = engine.arena.keeps_quota(request.max_tokens, request.pages())
+        assert can, "the oldest request took pages in too many slabs"
     shortened = not grant.load and grant.end - start < tokens + drafts
     _check_taken(engine, before, taken, shortened=shortened)
     if waiting and not grant.load:

@@ -65,3 +65,7 @@ class Arena:
             return True
         mine, needed = self.slabs_with(holds), self.needed(tokens)
         return sum(max(mine[c] + wanted[c], needed[c]) for c in self.classes) <= self.slabs
+
+    def keeps_quota(self, tokens: int, holds: Iterable[Page]) -> bool:
+        """Can a request that holds these pages go on to its end, if the rest comes free?"""
+        return self.free_choice(tokens, holds, [0] * len(self.k))

@@ -77,17 +77,49 @@ def test_law_12_admitted_is_exactly_what_the_arena_can_serve_to_its_end(name: st
             assert (request is None) == bool(fewer)
 
 
+@pytest.mark.parametrize("name", sorted(cases.GEOMETRIES))
+def test_law_12_while_the_oldest_waits_nobody_else_gets_a_page(name: str) -> None:
+    """A younger one was preempted in an open step; what is free is kept for the oldest."""
+    geometry = cases.GEOMETRIES[name]
+    slabs = geometry.slabs_needed(48)
+    engine = Engine(geometry, cases.policy_of(geometry, 0), slabs=slabs)
+    run(engine, [8] * 17)
+    cached = engine.manager.take_keyed()
+    oldest = open_request(engine, [1] * 47, output=1)
+    younger, third = open_request(engine, [2] * 24), open_request(engine, [3, 3])
+    engine.lookup(younger)
+    engine.begin_step()
+    assert allocate(engine, younger, 24)
+    engine.commit(younger)
+    engine.lookup(oldest)
+    engine.lookup(third)
+    reasons = []
+    while allocate(engine, oldest, 48) is None:
+        reasons.append(engine.manager.blockage(oldest.handle))
+        assert allocate(engine, third, 1) is None  # asserts that it is told "frozen"
+        assert (engine.manager.pin(cached) == -1).all()
+        if reasons[-1] == "preempt":
+            engine.preempt(younger)
+        else:
+            engine.end_step()
+    assert reasons == ["preempt", "wait"]
+
+
 SPREAD = {
     "window": cases.geometry(cases.full("a", 1), cases.window("w", 9, 1, width=8)),
     "state": cases.geometry(cases.full("a", 1), cases.state("s", 64)),
     "small": cases.geometry(cases.full("a", 1, width=1), cases.window("w", 3, 1, width=8)),
+    "three sizes": cases.geometry(
+        cases.full("a", 1, width=8), cases.window("w", 4, 1, width=16), cases.state("s", 96)
+    ),
 }
-"""Pages of two sizes, a page for each token."""
+"""Pages of two or three sizes, a page for each token."""
 
 
-@cases.law(60)
+@cases.law(150)
 @given(
     name=st.sampled_from(sorted(SPREAD)),
+    first=st.booleans(),
     movable=st.booleans(),
     prompt=cases.texts(12, least=4),
     thin=st.integers(-1, 3),
@@ -95,10 +127,11 @@ SPREAD = {
     chunk=st.integers(1, 4),
 )
 def test_law_12_a_request_that_was_spread_thin_before_it_became_the_oldest_completes(
-    name: str, movable: bool, prompt: list[int], thin: int, spare: int, chunk: int
+    name: str, first: bool, movable: bool, prompt: list[int], thin: int, spare: int, chunk: int
 ) -> None:
     """Each of its pages shares its slab with a page of a request that has finished since. Where it
-    must start again it may hit less than what is there: what its quota allows.
+    must start again it may hit less than what is there: what its quota allows. If it is the first
+    one it keeps its quota all the time, as `allocate` asserts.
     """
     geometry = SPREAD[name]
     engine = Engine(
@@ -107,7 +140,8 @@ def test_law_12_a_request_that_was_spread_thin_before_it_became_the_oldest_compl
         slabs=geometry.slabs_needed(len(prompt)) + spare,
         movable=movable,
     )
-    older, spread = open_request(engine, [8]), open_request(engine, prompt)
+    older = None if first else open_request(engine, [8])
+    spread = open_request(engine, prompt)
     for n in range(min(len(prompt) // 2 + thin, len(prompt) - 1)):
         if spread.state == "waiting":
             engine.lookup(spread)
@@ -125,7 +159,8 @@ def test_law_12_a_request_that_was_spread_thin_before_it_became_the_oldest_compl
             engine.commit(other)
             drain(engine)
         engine.finish(other)
-    engine.abort(older)
+    if older:
+        engine.abort(older)
     compute(engine, spread, chunks=[chunk])
     engine.finish(spread)
     verify(engine)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from mutate.mutant import Mutant
 
 LAW = "tests/laws/test_law_"
-POLICY = "tests/retention/test_policy.py::"
-KEEPS = POLICY + "test_every_policy_keeps_replay_boundary_declared_boundaries_and_junctions"
+KEPT = (
+    LAW + "10_boundaries.py::test_law_10_the_keys_kept_are_those_that_a_lookup_at_a_boundary_reads"
+)
 
 PYTHON = [
     Mutant(
@@ -51,14 +52,17 @@ PYTHON = [
         "retention/policy.py",
         "for position in (*shape.boundaries, *shape.junctions)}",
         "for position in shape.boundaries}",
-        (KEEPS,),
+        (
+            LAW + "21_second_sighting.py"
+            "::test_law_21_an_undeclared_one_hits_on_the_third_at_the_latest",
+        ),
     ),
     Mutant(
         "declared boundary rounded up",
         "retention/policy.py",
         "floors = {position // grid * grid for position",
         "floors = {-(-position // grid) * grid for position",
-        (KEEPS,),
+        (KEPT,),
     ),
     Mutant(
         "replay boundary of n instead of n - 1",
@@ -75,15 +79,16 @@ PYTHON = [
         "retention/policy.py",
         "[p in declared for p in positions]",
         "[False for p in positions]",
-        (POLICY + "test_declared_boundaries_and_junctions_keep_their_place_when_superseded",),
+        (
+            LAW + "14_declared.py"
+            "::test_law_14_a_running_request_passes_what_it_declared_in_order_and_the_rest_goes_first",
+        ),
     ),
     Mutant(
         "retained interval off the grid",
         "csrc/open.cpp",
         "if (interval < 0 || interval > kMostTokens || interval % grid_)",
         "if (interval < 0 || interval > kMostTokens)",
-        (
-            "tests/core/test_bad_arguments.py::test_a_policy_that_answers_nonsense_is_refused_at_open",
-        ),
+        (LAW + "15_misuse.py::test_law_15_what_a_policy_may_not_answer_is_refused_at_open",),
     ),
 ]
