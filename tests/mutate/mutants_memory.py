@@ -215,7 +215,7 @@ MEMORY = [
         "csrc/guarantee.cpp",
         "c.needed = needs.empty() ? 0 : slabs_for(c, needs[i]);",
         "c.needed = needs.empty() ? 0 : needs[i] / c.k;",
-        ("csrc/tests/test_arena",),
+        (PROGRESS + "test_law_12_a_lone_request_completes_in_the_smallest_pool_that_admits_it",),
     ),
     Mutant(
         "admission counts one state",
@@ -229,8 +229,11 @@ MEMORY = [
         "csrc/loads.cpp",
         "if (++times[pages[i]] > pins)",
         "if (++times[pages[i]] > pins + 1)",
-        (LAW + "15_misuse.py::test_law_15_a_pin_ends_once",),
-        ("crash",),
+        (
+            LAW + "15_misuse.py"
+            "::test_law_15_misuse_is_a_named_error_at_once_and_changes_nothing"
+            "[unpin a page that is held but not pinned]",
+        ),
     ),
     Mutant(
         "two threads in one manager",
