@@ -229,11 +229,7 @@ MEMORY = [
         "csrc/loads.cpp",
         "if (++times[pages[i]] > pins)",
         "if (++times[pages[i]] > pins + 1)",
-        (
-            LAW + "15_misuse.py"
-            "::test_law_15_misuse_is_a_named_error_at_once_and_changes_nothing"
-            "[unpin a page that is held but not pinned]",
-        ),
+        (LAW + "15_misuse.py::test_law_15_a_pin_ends_once",),
     ),
     Mutant(
         "two threads in one manager",
