@@ -78,7 +78,8 @@ int64_t Manager::plan_limit(const Request& r, int64_t start, int64_t end) const 
     return end;
 }
 
-// Snapshots, the working state at the end, and a state after each token that is a guess.
+// Snapshots, the working state at the end, and a state after each token that is a guess: any may be the last that stands, so
+// each grid point among them is a snapshot.
 std::vector<Point> Manager::make_plan(const Request& r, int64_t start, int64_t end, int64_t drafts) const {
     std::vector<Point> plan;
     if (states_.empty() || end == start) return plan;
@@ -91,7 +92,7 @@ std::vector<Point> Manager::make_plan(const Request& r, int64_t start, int64_t e
         const auto found =
             std::find_if(guesses.begin(), guesses.end(), [&](const Point& p) { return p.position == at; });
         if (found != guesses.end()) plan.push_back(std::move(*found));
-        else plan.push_back({.position = at, .pages = {}});
+        else plan.push_back({.position = at, .pages = {}, .frozen = at % grid_ == 0 && at <= r.key_limit});
     }
     return plan;
 }

@@ -218,3 +218,18 @@ def test_without_a_journal_no_key_is_remembered() -> None:
         m.take_keyed()
     assert len(m._read(KEYED_DTYPE, m._lib.kvc_take_keyed)) == 0
     assert hit(m, text(9)) == 8
+
+
+def test_every_grid_point_among_guesses_may_be_the_last_that_stands() -> None:
+    m = hybrid()
+    handle = m.open(text(28), max_tokens=60)
+    compute(m, handle, 28)
+    m.extend(handle, [28])
+    step = m.begin_step()
+    assert m.allocate(handle, 1, drafts=7)  # up to 36: past the grid points 32 and 36
+    m.commit(handle, 34)
+    m.extend(handle, text(5, 29))
+    m.end_step(step)
+    m.check()
+    m.abort(handle)
+    assert hit(m, text(40)) == 32

@@ -212,6 +212,8 @@ def _state_pages(engine: Engine, request: Request, before: Before) -> Taken:
         found = engine.manager.stops(request.handle, *part)
         assert found == engine.stops(request, *part)
         stops += found
+    last = min(end, request.key_limit)  # any guess may be the last that stands
+    stops += [p for p in range(sure + 1, last + 1) if p % engine.oracle.grid == 0]
     taken: Taken = []
     for g in engine.oracle.state:
         plan = request.plans[g] = engine.manager.state_plan(request.handle, g)

@@ -80,7 +80,7 @@ def manager_of(name: str) -> Manager:
 
 pieces = st.lists(
     st.tuples(
-        st.integers(0, 9), st.integers(1, 12), st.sampled_from(["cat", "kö\n", "", None, None])
+        st.integers(0, 9), st.integers(1, 12), st.sampled_from(["cat", "kö\n", " ", None, None])
     ),
     max_size=4,
 )

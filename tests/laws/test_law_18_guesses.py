@@ -33,13 +33,8 @@ def test_law_18_pages_of_wrong_guesses_are_handed_out_after_the_step_that_may_wr
     movable: bool,
     younger: bool,
 ) -> None:
-    """`allocate` asserts that what it hands out was not in use, `verify` that nothing stays held.
-
-    Of several grid points among the guesses only the last one is a stop, so no more than a grid
-    unit is guessed.
-    """
+    """`allocate` asserts that what it hands out was not in use, `verify` that nothing stays held."""
     geometry = cases.GEOMETRIES[name]
-    guesses = min(guesses, geometry.grid_tokens)
     engine = Engine(
         geometry,
         cases.policy_of(geometry, interval),

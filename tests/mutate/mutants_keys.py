@@ -203,7 +203,8 @@ KEYS = [
     Mutant(
         "event for a masked block: runs go on over gaps",
         "csrc/events.cpp",
-        "last.first_end + last.n_keys * rules(last.group).block_tokens == head.first_end;",
+        "last.first_end + last.n_keys * rules(last.group).block_tokens == head.first_end && head.has_parent &&\n"
+        "           std::equal(head.parent, head.parent + 32, run_keys_.end() - 32);",
         "last.first_end + last.n_keys * rules(last.group).block_tokens <= head.first_end;",
         (RUNS, REPLAYED),
     ),

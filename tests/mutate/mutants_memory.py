@@ -205,9 +205,13 @@ MEMORY = [
     Mutant(
         "oldest that holds pages guaranteed, not the oldest",
         "csrc/allocate.cpp",
-        "if (slot.request && (!oldest || slot.request->order < oldest->order))",
-        "if (slot.request && slot.request->state != RequestState::kWaiting &&\n"
-        "            (!oldest || slot.request->order < oldest->order))",
+        "    Request* oldest = find(by_age_.front());\n",
+        "    Request* oldest = find(by_age_.front());\n"
+        "    for (const int64_t handle : by_age_)\n"
+        "        if (Request* r = find(handle); r && r->state != RequestState::kWaiting) {\n"
+        "            oldest = r;\n"
+        "            break;\n"
+        "        }\n",
         (CROWD,),
     ),
     Mutant(
