@@ -89,7 +89,7 @@ def test_the_arena_in_memory_is_what_every_class_sees(repo_root: Path) -> None:
         "arena_bytes": 1 << 20,
         "g": 2,
         "np": np,
-        **{n: getattr(kvcache, n) for n in ("Geometry", "Manager", "Sparse")},
+        **{n: getattr(kvcache, n) for n in ("Geometry", "Manager", "PageRegion", "Sparse")},
     }
     exec(compile(code, "memory.md", "exec"), names)  # noqa: S102
     arena, pages = names["arena"], names["pages"]
@@ -97,6 +97,7 @@ def test_the_arena_in_memory_is_what_every_class_sees(repo_root: Path) -> None:
     assert isinstance(pages, np.ndarray)
     assert pages.shape == (len(arena) // 4096, 4096)
     assert np.shares_memory(arena, pages)
+    assert names["region"] == kvcache.PageRegion(arena.ctypes.data, 4096, len(pages), 4096)
 
 
 def test_the_steps_in_architecture_run(repo_root: Path) -> None:

@@ -41,13 +41,11 @@ ANYWHERE = (
     "crowds: preempt",
     "crowds: restart",
     "crowds: wait",
-    "cut hit",
     "event of a writer that is gone",
     "gap between events",
     "moved page",
     "refused: frozen",
     "refused: preempt",
-    "refused: restart",
     "refused: wait",
     "shortened",
 )

@@ -41,7 +41,7 @@ def test_a_call_that_was_never_made_is_told() -> None:
 
 def test_what_never_came_about_is_told_with_its_geometry() -> None:
     for what, where, text in (
-        ("cut hit", "a", "never: cut hit"),
+        ("moved page", "a", "never: moved page"),
         ("evicted key", "b", "never in 'b': evicted key"),
         ("junction", "a", "never in 'a': junction"),
         ("hole", "b", "never in 'b': hole"),
