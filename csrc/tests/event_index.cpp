@@ -7,7 +7,7 @@ namespace fuzz {
 
 bool Events::operator==(const Events& other) const {
     return runs.size() == other.runs.size() && keys == other.keys && tokens == other.tokens &&
-           !std::memcmp(runs.data(), other.runs.data(), runs.size() * sizeof(kvc_event_run));
+           (runs.empty() || !std::memcmp(runs.data(), other.runs.data(), runs.size() * sizeof(kvc_event_run)));
 }
 
 Events take_events(const Where& where, kvc_manager* manager) {
