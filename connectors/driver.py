@@ -48,8 +48,8 @@ from kvcache.connectors.base import (
     failed,
 )
 from kvcache.connectors.event_stream import TierStream
-from kvcache.connectors.offload_records import Faults, Load, Reach
-from kvcache.core.errors import ConfigError, HandleError, InvariantError, MisuseError
+from kvcache.connectors.offload_records import Faults, Load, Reach, require_covering
+from kvcache.core.errors import ConfigError, InvariantError, MisuseError
 from kvcache.core.events.records import Event
 from kvcache.core.manager import Manager
 from kvcache.core.records import Grant, Hit
@@ -88,21 +88,11 @@ class Offload:
         self, manager: Manager, connector: Connector, regions: Sequence[PageRegion]
     ) -> None:
         groups = manager.geometry.groups
-        if len(regions) != len(groups):
-            raise ConfigError(f"{len(regions)} regions for {len(groups)} groups: give one each")
         if not manager.keeps_journal:
             raise ConfigError(
                 "Offload stores what the manager's journal tells: make it with Manager(journal=True)"
             )
-        slabs, geometry = manager.arena_stats().slabs, manager.geometry
-        for group, (spec, region) in enumerate(zip(groups, regions, strict=True)):
-            pages = slabs * geometry.pages_per_slab[geometry.class_of_group[group]]
-            if region.pages < pages:
-                raise ConfigError(
-                    f"the region of group {spec.name!r} has {region.pages} pages, an arena of"
-                    f" {slabs} slabs has up to {pages}: make the region larger, or lower the"
-                    " manager's slabs"
-                )
+        require_covering(regions, manager.geometry, manager.arena_stats().slabs)
         self.manager = manager
         self._scheduler = connector.scheduler
         self._worker = connector.worker
@@ -221,11 +211,7 @@ class Offload:
 
     def _note_fault(self, handle: int, items: NDArray[np.void]) -> None:
         faults = self._faults.setdefault(handle, Faults())
-        faults.loads += 1
-        for group, block_tokens in enumerate(self.manager.geometry.block_tokens):
-            ends = items["end"][items["group"] == group]
-            if block_tokens and len(ends):
-                faults.lost.append((group, ends // block_tokens - 1))
+        faults.note(items, self.manager.geometry.block_tokens)
 
     # ---- stores --------------------------------------------------------------------------------
 
@@ -320,7 +306,7 @@ class Offload:
         load = self._loads.get(result.id)
         if load is None:
             return
-        waits = load.wanted and self._waits(load)
+        waits = load.wanted and load.is_awaited(self.manager)
         ok = result.ok == 1
         if len(ok) != len(load.items) or result.late:
             ok = np.zeros(len(load.items), np.bool_)
@@ -336,13 +322,6 @@ class Offload:
         if waits:
             self._ended.append((load.handle, bool(ok.all())))
         load.wanted = False
-
-    def _waits(self, load: Load) -> bool:
-        """Whether the request is still there for it: it may have been preempted or closed."""
-        try:
-            return self.manager.info(load.handle).load == load.load
-        except HandleError:
-            return False
 
     def wait(self, timeout_seconds: float) -> bool:
         """Block until `poll` has something to do, or the time is over. For idle engines."""

@@ -1,14 +1,18 @@
-"""What `Offload` remembers of requests: how far their pins go, loads in flight, what failed."""
+"""What `Offload` remembers of requests (pins, loads in flight, what failed), and needs of regions."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.connectors.base import Transfer
+from kvcache.connectors.base import PageRegion, Transfer
+from kvcache.core.errors import ConfigError, HandleError
+from kvcache.core.layout import Geometry
+from kvcache.core.manager import Manager
 
 
 class Reach(NamedTuple):
@@ -37,6 +41,13 @@ class Load:
     given_up: bool = False
     """Its time was over: nobody waits for its pages any more, they are kept until a result comes."""
 
+    def is_awaited(self, manager: Manager) -> bool:
+        """Whether its request is still there for it: it may have been preempted or closed."""
+        try:
+            return manager.info(self.handle).load == self.load
+        except HandleError:
+            return False
+
 
 @dataclass(slots=True)
 class Faults:
@@ -45,3 +56,25 @@ class Faults:
     loads: int = 0
     lost: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
     """(group, index of block or grid point)."""
+
+    def note(self, items: NDArray[np.void], block_tokens: Sequence[int]) -> None:
+        """A load more that failed; `items`: what of it, `KEYED_DTYPE`."""
+        self.loads += 1
+        for group, span in enumerate(block_tokens):
+            ends = items["end"][items["group"] == group]
+            if span and len(ends):
+                self.lost.append((group, ends // span - 1))
+
+
+def require_covering(regions: Sequence[PageRegion], geometry: Geometry, slabs: int) -> None:
+    """`ConfigError` unless there is a region for each group, with every page that it may get."""
+    groups = len(geometry.groups)
+    if len(regions) != groups:
+        raise ConfigError(f"{len(regions)} regions for {groups} groups: give one each")
+    for group, (spec, region) in enumerate(zip(geometry.groups, regions, strict=True)):
+        pages = slabs * geometry.pages_per_slab[geometry.class_of_group[group]]
+        if region.pages < pages:
+            raise ConfigError(
+                f"the region of group {spec.name!r} has {region.pages} pages, an arena of {slabs}"
+                f" slabs has up to {pages}: make the region larger, or lower the manager's slabs"
+            )

@@ -2,6 +2,7 @@
 // of a span) before the full block that ends there, because it is worth nothing without it.
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "error.h"
 #include "manager.h"
@@ -71,6 +72,16 @@ void Manager::collect_spans(Request& r, bool loading) {
     }
 }
 
+// visit(position, the declared boundary below it) for those that are reached, ascending: blocks up to the one below are its.
+template <typename Visit>
+void Manager::each_declared(const Request& r, Visit&& visit) const {
+    int64_t below = 0;
+    for (const Kept& kept : r.kept) {
+        if (kept.position > r.settled()) break;
+        if (kept.declared) visit(kept.position, std::exchange(below, kept.position));
+    }
+}
+
 // What was kept for declared boundaries, and lies in the cache by now, goes back in the same order: it is as fresh as the
 // prefix that it belongs to.
 void Manager::collect_touched(Request& r) {
@@ -83,21 +94,17 @@ void Manager::collect_touched(Request& r) {
         if (r.handle == guaranteed_) arena_.mine(g, page, +1);
         filed_.push_back({position, {g, page, Arena::kLru}});
     };
-    int64_t below = 0;  // the declared boundary before: its blocks were looked at
-    for (const Kept& kept : r.kept) {
-        if (kept.position > r.settled()) break;
-        if (!kept.declared) continue;
+    each_declared(r, [&](int64_t position, int64_t below) {
         for (const int32_t g : states_)
-            if (const Digest* key = digest_at(r, kept.position)) touch(g, *key, kept.position);
+            if (const Digest* key = digest_at(r, position)) touch(g, *key, position);
         for (const int32_t g : spans_) {
             const int64_t block = rules(g).block_tokens;
-            const int64_t begin = std::max(rules(g).need_begin(kept.position), below);
+            const int64_t begin = std::max(rules(g).need_begin(position), below);
             Digest key;
-            for (int64_t b = kept.position / block - 1; b >= 0 && (b + 1) * block > begin; --b)
-                if (!rules(g).draft() && block_key(r, g, b, &key)) touch(g, key, kept.position);
+            for (int64_t b = position / block - 1; b >= 0 && (b + 1) * block > begin; --b)
+                if (!rules(g).draft() && block_key(r, g, b, &key)) touch(g, key, position);
         }
-        below = kept.position;
-    }
+    });
 }
 
 void Manager::release_all(Request& r) {
@@ -138,17 +145,13 @@ void Manager::reserve_drop(const Request& r) {
     if (r.state == RequestState::kWaiting) return;
     size_t pages = (r.points.size() + r.plan.size() + 1) * states_.size();
     for (const Table& table : r.tables) pages += table.pages.size();
-    int64_t below = 0;
-    for (const Kept& kept : r.kept) {  // what collect_touched() looks at
-        if (kept.position > r.settled()) break;
-        if (!kept.declared) continue;
+    each_declared(r, [&](int64_t position, int64_t below) {
         pages += states_.size();
         for (const int32_t g : spans_) {
-            const int64_t begin = std::max(rules(g).need_begin(kept.position), below);
-            pages += static_cast<size_t>((kept.position - begin) / rules(g).block_tokens + 1);
+            const int64_t begin = std::max(rules(g).need_begin(position), below);
+            pages += static_cast<size_t>((position - begin) / rules(g).block_tokens + 1);
         }
-        below = kept.position;
-    }
+    });
     filed_.reserve(pages);
     for (const int32_t g : states_) arena_.reserve_keys(g, 1);
     for (const int32_t g : spans_)

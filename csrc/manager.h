@@ -177,6 +177,8 @@ class Manager final : private KeyListener {
     };
     void collect_points(Request& r, bool loading);
     void collect_spans(Request& r, bool loading);
+    template <typename Visit>
+    void each_declared(const Request& r, Visit&& visit) const;
     void collect_touched(Request& r);
     void release_all(Request& r);
     void reserve_drop(const Request& r);

@@ -89,7 +89,6 @@ class ManagerFuzz {
     std::vector<int64_t> loads_;
     std::vector<Pin> pins_;
     std::vector<kvc_keyed> keyed_;  // some that were seen
-    uint8_t read_ = 0;              // of all digests handed out
 };
 
 template <typename Body>

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tiers.stamp_engine import (
     GEOMETRY,
     PATIENCE,
     STATE,
+    Engine,
     engine,
     text,
 )
@@ -271,9 +273,11 @@ class Silent(TierWorker):
         return self.inner.close(timeout_seconds)
 
 
-def test_a_worker_that_says_nothing_costs_a_deadline_and_no_request(
+@contextmanager
+def silent_load(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> Iterator[tuple[Engine, Silent, list[int], int]]:
+    """A request whose load nobody tells the end of; in the end its result comes after all."""
     monkeypatch.setattr(driver, "GRACE_SECONDS", 0.01)
     with engine() as e:
         prompt = text(0, 21)
@@ -285,6 +289,19 @@ def test_a_worker_that_says_nothing_costs_a_deadline_and_no_request(
         handle = e.open(prompt)
         e.step()
         assert e.requests[handle].state == "loading"
+        yield e, silent, prompt, handle
+        e.offload._worker = silent.inner
+        monkeypatch.setattr(silent.inner, "poll", lambda: [silent.lost.pop()])
+        assert e.offload.poll() == []
+        monkeypatch.undo()
+        e.settle()
+        e.assert_idle()
+
+
+def test_a_worker_that_says_nothing_costs_a_deadline_and_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with silent_load(monkeypatch) as (e, silent, _, handle):
         ended: list[tuple[int, bool]] = []
         for _ in range(9):  # what the worker keeps back wakes, too
             if not ended:
@@ -302,28 +319,12 @@ def test_a_worker_that_says_nothing_costs_a_deadline_and_no_request(
         assert e.poll() == []
         e.check()
         assert len(silent.lost) == 1
-        e.offload._worker = silent.inner
-        monkeypatch.setattr(silent.inner, "poll", lambda: [silent.lost.pop()])
-        assert e.offload.poll() == []
-        monkeypatch.undo()
-        e.settle()
-        e.assert_idle()
 
 
 def test_a_load_whose_request_has_left_keeps_no_other_waiting_past_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(driver, "GRACE_SECONDS", 0.01)
-    with engine() as e:
-        prompt = text(0, 21)
-        e.serve(prompt)
-        e.manager.clear()
-        silent = Silent(e.offload._worker)
-        e.offload._worker = silent
-        e.offload._scheduler._deadline_seconds = 0.01  # type: ignore[attr-defined]
-        handle = e.open(prompt)
-        e.step()
-        assert e.requests[handle].state == "loading"
+    with silent_load(monkeypatch) as (e, _, prompt, handle):
         e.close(handle, "abort")
         twin = e.manager.open(prompt)
         assert e.manager.lookup(twin).pending_tokens == 20
@@ -334,12 +335,6 @@ def test_a_load_whose_request_has_left_keeps_no_other_waiting_past_its_deadline(
         assert e.manager.lookup(twin).pending_tokens == 0
         assert e.manager.stats().open_loads == 1  # its pages are kept
         e.manager.abort(twin)
-        e.offload._worker = silent.inner
-        monkeypatch.setattr(silent.inner, "poll", lambda: [silent.lost.pop()])
-        assert e.offload.poll() == []
-        monkeypatch.undo()
-        e.settle()
-        e.assert_idle()
 
 
 def test_waiting_ends_at_once_where_poll_has_something() -> None:
