@@ -34,6 +34,16 @@ bool Manager::gather(const Request& r, Adoption* adoption) const {
         const int64_t end = adoption->hit / group.block_tokens;
         pages.reserve(static_cast<size_t>(end - first));
         Digest key;
+        if (group.links_per_block && !group.draft()) {  // all keys are known
+            pages.resize(static_cast<size_t>(end - first));
+            arena_.find_run(g, run_of(r, g, first, end), r.ns, pages.data());
+            for (int64_t b = first; b < end; ++b) {
+                if (pages[static_cast<size_t>(b - first)] != kNoPage) continue;
+                if (!is_present(r, g, b)) return false;
+                ++adoption->loads;
+            }
+            continue;
+        }
         for (int64_t b = first; b < end; ++b)
             if (!add(block_key(r, g, b, &key) ? &key : nullptr, b)) return false;
     }

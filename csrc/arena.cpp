@@ -22,8 +22,10 @@ Arena::Arena(int64_t slabs, std::vector<int32_t> pages_per_slab, std::vector<int
         classes_[c].nonempty.assign((static_cast<size_t>(pages_per_slab[c]) + 63) / 64, 0);
     }
     // Odd multiples of the golden ratio: equal keys of two groups must not look alike in the table of evicted ones.
-    for (size_t g = 0; g < class_of_group.size(); ++g)
-        groups_.push_back({class_of_group[g], KeyIndex(seed + g * 0x9e3779b97f4a7c15ULL)});
+    for (size_t g = 0; g < class_of_group.size(); ++g) {
+        const int64_t most = most_slabs_ * pages_per_slab[static_cast<size_t>(class_of_group[g])];
+        groups_.push_back({class_of_group[g], KeyIndex(seed + g * 0x9e3779b97f4a7c15ULL, most)});
+    }
     leaving_.reserve(static_cast<size_t>(most_per_slab_));
 }
 
@@ -33,12 +35,14 @@ bool Arena::contains(int32_t group, int64_t page) const {
     return slab(slab_of(c, static_cast<int32_t>(page))).owner == class_of(group);
 }
 
-// Twice as much where more is needed, so that many small calls stay cheap; never more than `most`.
+// All that there can be, where that is not too much: it takes memory only as it is written, and never moves. Else twice as
+// much as before, so that many small calls stay cheap.
 template <typename T>
 static void make_room(T& items, int64_t wanted, int64_t most) {
-    const auto size = static_cast<size_t>(std::min(wanted, most));
+    const auto size = static_cast<size_t>(std::min(wanted, most)), all = static_cast<size_t>(most);
     if (size <= items.capacity()) return;
-    items.reserve(std::min(std::max(size, 2 * items.capacity()), static_cast<size_t>(most)));
+    constexpr size_t at_once = (size_t{1} << 30) / sizeof(typename T::value_type);
+    items.reserve(all <= at_once ? all : std::min(std::max(size, 2 * items.capacity()), all));
 }
 
 void Arena::reserve(std::span<const int64_t> pages_of_class, std::span<const int64_t> keys_of_group) {
@@ -49,6 +53,7 @@ void Arena::reserve(std::span<const int64_t> pages_of_class, std::span<const int
     }
     const int64_t created = std::min(created_slabs() + slabs, most_slabs_);
     make_room(slabs_, created, most_slabs_);
+    if (!plain()) make_room(fillings_, created, most_slabs_);
     for (int32_t c = 0; c < classes(); ++c)
         if (pages_of_class[static_cast<size_t>(c)]) make_room(of(c).pages, created * of(c).k, most_slabs_ * of(c).k);
     for (int32_t g = 0; g < static_cast<int32_t>(keys_of_group.size()); ++g) {
@@ -104,7 +109,7 @@ void Arena::unlink(SizeClass& c, int32_t id) {
 void Arena::warm(SizeClass& c, int32_t id) {
     const Page& page = page_in(c, id);
     if (page.list != 1 + kLru) return;
-    Slab& s = slab(slab_of(c, id));
+    Filling& s = filling(slab_of(c, id));
     if (movable_) {
         s.heat += page.age;
     } else if (page.age >= s.heat) {
@@ -116,17 +121,17 @@ void Arena::warm(SizeClass& c, int32_t id) {
 void Arena::cool(SizeClass& c, int32_t id) {
     const Page& page = page_in(c, id);
     if (page.list != 1 + kLru) return;
-    Slab& s = slab(slab_of(c, id));
+    Filling& s = filling(slab_of(c, id));
     if (movable_) s.heat -= page.age;
     else if (page.age == s.heat) s.stale = true;
 }
 
 void Arena::hold_in_slab(SizeClass& c, int32_t id) {
-    if (slab(slab_of(c, id)).held++ == 0) --c.idle_many;
+    if (filling(slab_of(c, id)).held++ == 0) --c.idle_many;
 }
 
 void Arena::unhold_in_slab(SizeClass& c, int32_t id) {
-    if (--slab(slab_of(c, id)).held == 0) ++c.idle_many;
+    if (--filling(slab_of(c, id)).held == 0) ++c.idle_many;
 }
 
 // ---- references -----------------------------------------------------------------------------------------------------
@@ -216,7 +221,24 @@ void Arena::put_back(SizeClass& c, int32_t id, List list) {
     c.put_back = id;
 }
 
-void Arena::release(int32_t group, int32_t id, List list) {
+void Arena::adopt_run(int32_t group, std::span<const int32_t> ids) {
+    const Page* pages = of(class_of(group)).pages.data();
+    for (size_t i = 0; i < ids.size(); ++i) {
+        if (i + kInFlight < ids.size() && ids[i + kInFlight] >= 0) __builtin_prefetch(pages + ids[i + kInFlight], 1);
+        if (ids[i] >= 0) adopt(group, ids[i]);
+    }
+}
+
+void Arena::release_run(int32_t group, std::span<const int32_t> ids, List list) {
+    for (size_t i = ids.size(); i-- > 0;) {
+        if (i >= kInFlight) prefetch(group, ids[i - kInFlight]);
+        release_now(group, ids[i], list);
+    }
+}
+
+void Arena::release(int32_t group, int32_t id, List list) { release_now(group, id, list); }
+
+inline void Arena::release_now(int32_t group, int32_t id, List list) {
     SizeClass& c = of(class_of(group));
     Page& page = page_in(c, id);
     assert(page.refs > 0);

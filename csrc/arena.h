@@ -91,11 +91,19 @@ class Arena {
     int32_t find(int32_t group, const Digest& digest, uint32_t ns) const;
     // How many keys of the run from `begin` on are visible (or pending, if allowed), up to the first that is not.
     int64_t run_length(int32_t group, const DigestRun& run, uint32_t ns, int64_t begin, bool allow_pending) const;
+    // Page of each key of the run that is visible, kNoPage for the others.
+    void find_run(int32_t group, const DigestRun& run, uint32_t ns, int32_t* ids) const;
+    // One past the last key of the run, from `begin` on, that is visible or was evicted; `begin` if there is none.
+    int64_t last_known(int32_t group, const DigestRun& run, uint32_t ns, int64_t begin) const;
     void present(int32_t group, const DigestRun& run, uint32_t ns, uint8_t* out) const;
     // The page must be held and without key. False, and nothing done, where the key is on another page; but a visible key
     // is taken over from a pending one, and from a page that nobody holds, or only readers outside: that one is free (once
     // they are gone), what it was marked with (kept, hits, end) goes along, and the listener hears nothing.
     bool publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key);
+    // The same for page ids[i] and the i-th key of the run, of the block that ends at begin + (i + 1) * block_tokens. A page
+    // that has a pending key is confirmed where `key` is kVisible; one that has a visible key is left alone. After reserve_keys().
+    void key_run(int32_t group, const int32_t* ids, const DigestRun& run, uint32_t ns, int64_t begin,
+                 int64_t block_tokens, Page::Key key);
     void confirm(int32_t group, int32_t id);    // pending -> visible
     void unpublish(int32_t group, int32_t id);  // nothing where the page has no key
     void keep(int32_t group, int32_t id) { page_of(group, id).kept = 1; }
@@ -106,6 +114,7 @@ class Arena {
     // Invalidates references to pages.
     void reserve(std::span<const int64_t> pages_of_class, std::span<const int64_t> keys_of_group);
     void reserve_keys(int32_t group, int64_t keys, size_t namespaces = 1);
+    bool has_room(int32_t group, int64_t keys) const { return group_of(group).index.has_room(keys); }
 
     // ---- references
     void acquire(int32_t group, int32_t id);  // one more
@@ -116,6 +125,12 @@ class Arena {
     void unpin(int32_t group, int32_t id);
     // Drops a reference. The last one frees the page, or caches it as the newest of `list`.
     void release(int32_t group, int32_t id, List list = kLru);
+    void adopt_run(int32_t group, std::span<const int32_t> ids);               // but for negative numbers
+    void release_run(int32_t group, std::span<const int32_t> ids, List list);  // the last first
+    // Brings a page closer that is about to be released.
+    [[gnu::always_inline]] void prefetch(int32_t group, int32_t id) const {
+        __builtin_prefetch(of(class_of(group)).pages.data() + id, 1);
+    }
 
     // Undo log for adoption: acquire()s between mark() and rollback() are undone exactly (counts, lists, order, hits).
     // Only acquire/adopt may be called in between (and mine(), which is not undone). commit_mark() forgets the log.
@@ -127,7 +142,8 @@ class Arena {
     // ---- taking. First secure(), then exactly that many take()s of each class, with nothing else in between.
     //
     // secure: can n pages of each class be had at once? False: nothing changed. True: every class has them among its own
-    // free and cached pages now (slabs were given to it where it lacked them), and takes cannot fail.
+    // free and cached pages now (slabs were given to it where it lacked them; with one class of single pages they may lie
+    // empty still), and takes cannot fail.
     // Exact: with own = free + cached, u = slabs of a class without a held page, k = pages per slab:
     //   class c lacks y = ceil(max(0, n - own) / k) slabs; class h can give min(u, floor((own - n) / k)) slabs;
     //   feasible iff the sum of y <= empty + not yet created + what others can give.
@@ -144,14 +160,17 @@ class Arena {
     // needs[c]: most pages of class c that it holds at one time. Clears every `mine` mark. Empty span: nobody.
     void guarantee(std::span<const int64_t> needs);
     void mine(int32_t group, int32_t id, int32_t change);  // +1, -1: it holds the page, or gave it up
-    int64_t pinned_slabs(int32_t size_class) const { return of(size_class).pinned; }  // P: slabs with a page of its
-    int64_t quota() const;                                                            // sum over classes of max(P, N)
+    // P: slabs with a page of its; 0, uncounted, with one class of single pages, where nothing depends on it.
+    int64_t pinned_slabs(int32_t size_class) const { return of(size_class).pinned; }
+    int64_t quota() const;  // sum over classes of max(P, N)
     // As secure/take for the guaranteed request, keeping quota() <= T if it is so now. Free choice (plain secure) where
     // no choice can break it; otherwise own slabs first, then whole slabs without a held page (empty, new, or
     // reclaimed). Pages are marked mine.
     bool can_secure_mine(std::span<const int64_t> n) const;
     bool secure_mine(std::span<const int64_t> n);
     int32_t take_mine(int32_t group);
+    // n times take_mine() or take().
+    void take_run(int32_t group, int64_t n, bool mine, int32_t* ids);
 
     // ---- moves since the last call, oldest first
     std::span<const Move> moves() const { return moves_; }
@@ -196,21 +215,24 @@ class Arena {
         // Slabs that can be reclaimed.
         int64_t idle() const { return k == 1 ? cached() : idle_many; }
     };
-    // A class with k = 1 has no use for held, heat and stale: its pages tell all, and are one cache line each.
     struct Slab {
+        int32_t next = kNoSlab;    // in the list of equally full ones, or in the stack of empty ones
+        int16_t owner = kNoClass;  // class
+    };
+    static_assert(sizeof(Slab) == 8);
+    // What lies in a slab. An arena of single pages has no use for it. A class with k = 1 has none for held, heat and stale:
+    // its pages tell all, and are one cache line each.
+    struct Filling {
         uint64_t heat = 0;  // movable: sum of the ages of its LRU-list pages; else the highest of them
         int32_t used = 0;   // held and cached pages
         int32_t held = 0;
         int32_t fresh = 0;           // slots from this one on were not given out since the class got the slab
         int32_t freed = kNoPage;     // the free ones before it: a stack through Page::next
-        int32_t previous = kNoPage;  // slabs, in the list of equally full ones
-        int32_t next = kNoPage;      // or in the stack of empty ones
+        int32_t previous = kNoSlab;  // slab in the list of equally full ones
         int32_t mine = 0;            // pages of the guaranteed request, if the epoch is its
         uint32_t epoch = 0;
-        int16_t owner = kNoClass;  // class
-        bool stale = false;        // not movable: the page that made the heat has gone
+        bool stale = false;  // not movable: the page that made the heat has gone
     };
-    static_assert(sizeof(Slab) == 48);
     struct Group {
         int32_t size_class;
         KeyIndex index;
@@ -234,13 +256,20 @@ class Arena {
     static const Page& page_in(const SizeClass& c, int32_t id) { return c.pages[static_cast<size_t>(id)]; }
     Slab& slab(int32_t s) { return slabs_[static_cast<size_t>(s)]; }
     const Slab& slab(int32_t s) const { return slabs_[static_cast<size_t>(s)]; }
+    Filling& filling(int32_t s) { return fillings_[static_cast<size_t>(s)]; }
+    const Filling& filling(int32_t s) const { return fillings_[static_cast<size_t>(s)]; }
+    // One class, one page in a slab: pages take no memory from each other, so there is nothing to know of slabs.
+    bool plain() const { return most_per_slab_ == 1 && classes_.size() == 1; }
     static int32_t slab_of(const SizeClass& c, int32_t id) { return c.k == 1 ? id : id / c.k; }
     int32_t classes() const { return static_cast<int32_t>(classes_.size()); }
     int64_t uncreated() const { return most_slabs_ - created_slabs(); }
     static int64_t slabs_for(const SizeClass& c, int64_t n) { return (n + c.k - 1) / c.k; }
-    int32_t mine_in(const Slab& s) const { return s.epoch == epoch_ ? s.mine : 0; }
+    int32_t mine_in(const Filling& s) const { return s.epoch == epoch_ ? s.mine : 0; }
 
     // arena_keys.cpp
+    static constexpr size_t kInFlight = 16;  // pages of a run whose lines are on their way: hides DRAM behind 15 others
+    bool publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key,
+                 uint32_t tag);
     void drop_key(SizeClass& c, int32_t id);
     void drop_key(SizeClass& c, int32_t id, uint32_t tag);
     void evict(SizeClass& c, int32_t id);
@@ -256,6 +285,7 @@ class Arena {
     void unlink(SizeClass& c, int32_t id);
     static void unchain(SizeClass& c, Page& page);
     void acquire_now(int32_t group, int32_t id);
+    void release_now(int32_t group, int32_t id, List list);
     void log_acquire(int32_t group, int32_t id, bool hit);
     // k > 1: heat of the slab, for a page that comes into a list, and for one that leaves it; its first and last held page.
     void warm(SizeClass& c, int32_t id);
@@ -273,6 +303,7 @@ class Arena {
     int32_t give_slab(int32_t size_class);
     int32_t take_new(int32_t size_class);
     int64_t left_alone(const SizeClass& c) const;
+    void foresee(const SizeClass& c, int64_t n) const;
     void push_empty(int32_t s) {
         slab(s).owner = kNoClass;
         slab(s).next = first_empty_;
@@ -321,7 +352,8 @@ class Arena {
     KeyListener* listener_;
     std::vector<SizeClass> classes_;
     std::vector<Group> groups_;
-    LargeVector<Slab> slabs_;  // created ones
+    LargeVector<Slab> slabs_;        // created ones
+    LargeVector<Filling> fillings_;  // ... unless plain()
     int32_t first_empty_ = kNoSlab;
     int64_t empty_ = 0;
     int32_t most_per_slab_ = 1;

@@ -16,6 +16,43 @@ int64_t Arena::run_length(int32_t group, const DigestRun& run, uint32_t ns, int6
     return g.index.run_length(of(g.size_class).pages.data(), run, ns, begin, allow_pending);
 }
 
+void Arena::find_run(int32_t group, const DigestRun& run, uint32_t ns, int32_t* ids) const {
+    const KeyIndex& index = group_of(group).index;
+    const Page* pages = of(class_of(group)).pages.data();
+    uint32_t tags[kInFlight];
+    constexpr int64_t batch = kInFlight;
+    for (int64_t base = 0; base < run.count; base += batch) {
+        const int64_t n = std::min(batch, run.count - base);
+        for (int64_t i = 0; i < n; ++i) index.prefetch(tags[i] = index.tag(run.at(base + i), ns));
+        for (int64_t i = 0; i < n; ++i) index.prefetch(pages, tags[i]);
+        for (int64_t i = 0; i < n; ++i) {
+            const int32_t id = index.find(pages, run.at(base + i), ns, tags[i]);
+            ids[base + i] = id != kNoPage && pages[id].key == Page::kVisible ? id : kNoPage;
+        }
+    }
+}
+
+int64_t Arena::last_known(int32_t group, const DigestRun& run, uint32_t ns, int64_t begin) const {
+    const KeyIndex& index = group_of(group).index;
+    const Page* pages = of(class_of(group)).pages.data();
+    uint64_t hashes[kInFlight];
+    constexpr int64_t batch = kInFlight;
+    for (int64_t end = run.count; end > begin; end -= batch) {
+        const int64_t n = std::min(batch, end - begin);
+        for (int64_t i = 0; i < n; ++i) {
+            hashes[i] = index.hash(run.at(end - 1 - i), ns);
+            index.prefetch(static_cast<uint32_t>(hashes[i]));
+            ghosts_.prefetch(hashes[i]);
+        }
+        for (int64_t i = 0; i < n; ++i) {
+            if (ghosts_.contains(hashes[i])) return end - i;
+            const int32_t id = index.find(pages, run.at(end - 1 - i), ns, static_cast<uint32_t>(hashes[i]));
+            if (id != kNoPage && pages[id].key == Page::kVisible) return end - i;
+        }
+    }
+    return begin;
+}
+
 void Arena::present(int32_t group, const DigestRun& run, uint32_t ns, uint8_t* out) const {
     for (int64_t begin = 0; begin < run.count;) {
         const int64_t length = run_length(group, run, ns, begin, false);
@@ -26,18 +63,24 @@ void Arena::present(int32_t group, const DigestRun& run, uint32_t ns, uint8_t* o
 }
 
 bool Arena::publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key) {
+    reserve_keys(group, 1);  // what can fail comes before what changes
+    return publish(group, id, digest, ns, end, key, group_of(group).index.tag(digest, ns));
+}
+
+bool Arena::publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key,
+                    uint32_t tag) {
     assert(page(group, id).key == Page::kNone && page(group, id).refs > 0);
     Group& g = group_of(group);
     Page* pages = of(g.size_class).pages.data();
-    const uint32_t tag = g.index.tag(digest, ns);
-    const int32_t other = g.index.find(pages, digest, ns, tag);
-    if (other != kNoPage && key == Page::kPending) return false;
-    if (other != kNoPage && pages[other].key == Page::kVisible)
-        return pages[other].refs == static_cast<int32_t>(pages[other].pins) && take_over(group, id, other, tag);
-    g.index.reserve(1);  // what can fail comes before what changes
+    const int32_t other = g.index.find_or_insert(pages, digest, ns, tag, id);
+    if (other != kNoPage) {
+        if (key == Page::kPending) return false;
+        if (pages[other].key == Page::kVisible)
+            return pages[other].refs == static_cast<int32_t>(pages[other].pins) && take_over(group, id, other, tag);
+        unpublish(group, other);  // bytes that are there win over bytes that are still being written
+        g.index.find_or_insert(pages, digest, ns, tag, id);
+    }
     namespaces_.add(ns);
-    if (other != kNoPage) unpublish(group, other);  // bytes that are there win over bytes that are still being written
-    g.index.insert(tag, id);
     Page keyed = pages[id];
     keyed.digest = digest;
     keyed.ns = ns;
@@ -54,6 +97,32 @@ bool Arena::publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns
     ++version_;
     if (listener_) listener_->stored(group, id);
     return true;
+}
+
+void Arena::key_run(int32_t group, const int32_t* ids, const DigestRun& run, uint32_t ns, int64_t begin,
+                    int64_t block_tokens, Page::Key key) {
+    const KeyIndex& index = group_of(group).index;
+    const Page* pages = of(class_of(group)).pages.data();
+    uint32_t tags[kInFlight];
+    constexpr int64_t ahead = kInFlight;
+    const bool fresh = key == Page::kPending;  // otherwise nearly all have their key, and are confirmed
+    auto prepare = [&](int64_t i) {
+        __builtin_prefetch(pages + ids[i], 1);
+        if (!fresh) return;
+        index.prefetch(tags[i % ahead] = index.tag(run.at(i), ns));
+    };
+    for (int64_t i = 0; i < std::min(run.count, ahead); ++i) prepare(i);
+    for (int64_t i = 0; i < run.count; ++i) {
+        const int32_t id = ids[i];
+        if (pages[id].key == Page::kNone) {
+            const Digest digest = run.at(i);
+            const uint32_t tag = fresh ? tags[i % ahead] : index.tag(digest, ns);
+            publish(group, id, digest, ns, begin + (i + 1) * block_tokens, key, tag);
+        } else if (pages[id].key == Page::kPending && !fresh) {
+            confirm(group, id);
+        }
+        if (i + ahead < run.count) prepare(i + ahead);
+    }
 }
 
 // The key of a page that nobody holds but readers outside goes on to a held page with the same bytes, which was used later.

@@ -17,6 +17,16 @@ void Manager::release(Request& r, int32_t group, int32_t page, Arena::List list)
     else arena_.release(group, page, list);
 }
 
+// The same for a run of blocks, the last first.
+void Manager::release_run(Request& r, int32_t group, std::span<const int32_t> pages, Arena::List list) {
+    if (r.handle == guaranteed_)
+        for (const int32_t page : pages) arena_.mine(group, page, -1);
+    if (rules(group).draft()) list = Arena::kVictims;
+    Step* step = fence_of(r);
+    if (!step) return arena_.release_run(group, pages, list);
+    for (size_t i = pages.size(); i-- > 0;) step->releases.push_back({group, pages[i], list});
+}
+
 void Manager::release_point(Request& r, const Point& point, Arena::List list) {
     for (size_t s = 0; s < point.pages.size(); ++s) release(r, states_[s], point.pages[s], list);
 }
@@ -116,23 +126,33 @@ void Manager::release_all(Request& r) {
             release(r, filed_[next].release.group, filed_[next].release.page, filed_[next].release.list);
     };
     std::array<int64_t, kMostGroups> left{};  // full blocks still to go
-    for (int32_t g = 0; g < n_groups_; ++g)
-        if (rules(g).full()) left[static_cast<size_t>(g)] = r.tables[static_cast<size_t>(g)].end();
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        if (!rules(g).full()) continue;
+        const Table& table = r.tables[static_cast<size_t>(g)];
+        left[static_cast<size_t>(g)] = table.end();
+        for (int64_t b = r.keyed_blocks[static_cast<size_t>(g)]; b < table.end(); ++b)
+            if (arena_.page(g, table.page(b)).key == Page::kPending) arena_.unpublish(g, table.page(b));
+    }
     while (true) {
         int32_t deepest = -1;
-        int64_t end = 0;
-        for (int32_t g = 0; g < n_groups_; ++g)
-            if (left[static_cast<size_t>(g)] * rules(g).block_tokens > end) {
-                end = left[static_cast<size_t>(g)] * rules(g).block_tokens;
-                deepest = g;
-            }
+        int64_t end = 0, others = 0;  // what the deepest group has left ends there, and the next one's
+        for (int32_t g = 0; g < n_groups_; ++g) {
+            const int64_t at = left[static_cast<size_t>(g)] * rules(g).block_tokens;
+            others = std::max(others, std::min(at, end));
+            if (at <= end) continue;
+            end = at;
+            deepest = g;
+        }
         if (deepest < 0) break;
         release_filed(end);
-        const int64_t b = --left[static_cast<size_t>(deepest)];
-        const int32_t page = r.tables[static_cast<size_t>(deepest)].page(b);
-        if (b >= r.keyed_blocks[static_cast<size_t>(deepest)] && arena_.page(deepest, page).key == Page::kPending)
-            arena_.unpublish(deepest, page);
-        release(r, deepest, page, Arena::kLru);
+        if (next < filed_.size()) others = std::max(others, filed_[next].position);
+        const Table& table = r.tables[static_cast<size_t>(deepest)];
+        int64_t& past = left[static_cast<size_t>(deepest)];
+        const int64_t first = std::min(std::max<int64_t>(others, 0) / rules(deepest).block_tokens, past - 1);
+        release_run(r, deepest,
+                    std::span(table.pages).subspan(static_cast<size_t>(first), static_cast<size_t>(past - first)),
+                    Arena::kLru);
+        past = first;
     }
     release_filed(INT64_MIN);
     for (int32_t g = 0; g < n_groups_; ++g)

@@ -62,7 +62,7 @@ Digest Manager::parent_key(const Request& r, int32_t group, int64_t end) const {
 }
 
 void Manager::stored(int32_t group, int32_t page) {
-    stored_now_ = true;
+    if (writer_ && !parent_) push_keyed(writer_->handle, group, page);  // what a load filled is in a tier already
     if (!events_) return;
     const Page& target = arena_.page(group, page);
     const auto end = static_cast<int64_t>(target.end);

@@ -14,12 +14,12 @@ class EvictedKeys {
   public:
     // Makes the table, once, for an arena of so many pages. Without it nothing is remembered.
     void prepare(int64_t pages) {
-        if (!hashes_.empty()) return;
+        if (hashes_.size()) return;
         const size_t places = static_cast<size_t>(std::clamp<int64_t>(pages, 1, int64_t{1} << 40)) * kWays;
-        hashes_.assign(std::clamp(std::bit_ceil(places), kFewest, kMost), 0);
+        hashes_ = ZeroedArray<uint64_t>(std::clamp(std::bit_ceil(places), kFewest, kMost));
     }
     void add(uint64_t hash) {
-        if (hashes_.empty()) return;
+        if (!hashes_.size()) return;
         const uint64_t own = hash | 1;
         uint64_t* b = hashes_.data() + first(hash);
         const bool at0 = b[0] == own, at1 = at0 | (b[1] == own), at2 = at1 | (b[2] == own);
@@ -28,8 +28,11 @@ class EvictedKeys {
         b[1] = at0 ? b[1] : b[0];
         b[0] = own;
     }
+    [[gnu::always_inline]] void prefetch(uint64_t hash) const {  // GCC drops calls of what only prefetches
+        if (hashes_.size()) __builtin_prefetch(hashes_.data() + first(hash));
+    }
     bool contains(uint64_t hash) const {
-        if (hashes_.empty()) return false;
+        if (!hashes_.size()) return false;
         const uint64_t* bucket = hashes_.data() + first(hash);
         return std::find(bucket, bucket + kWays, hash | 1) != bucket + kWays;
     }
@@ -42,7 +45,7 @@ class EvictedKeys {
 
     size_t first(uint64_t hash) const { return ((hash >> 32) & (hashes_.size() / kWays - 1)) * kWays; }
 
-    LargeVector<uint64_t> hashes_;
+    ZeroedArray<uint64_t> hashes_;
 };
 
 }  // namespace kvc

@@ -42,9 +42,19 @@ void Manager::start(Request& r, const Adoption& adoption, Point state, Load* loa
     else r.computed = r.committed = adoption.hit;
 }
 
-// The table ends at token `end`, and from the first range on exactly these blocks have pages. Those of an uncommitted grant
-// that this one replaces go to other blocks, or back.
-void Manager::grant_blocks(Request& r, int32_t group, std::span<const BlockRange> blocks, int64_t end) {
+// The table ends at token `end`. Pages of an uncommitted grant that this one replaces stay, or go back.
+void Manager::grant_blocks(Request& r, int32_t group, int64_t end) {
+    Table& table = r.tables[static_cast<size_t>(group)];
+    const int64_t past = std::max(rules(group).blocks_upto(end), table.first);
+    const int64_t more = past - table.end();
+    for (int64_t b = past; b < table.end(); ++b) unused_.push_back({group, table.page(b), Arena::kLru});
+    table.pages.resize(static_cast<size_t>(past - table.first));
+    if (more > 0) arena_.take_run(group, more, r.handle == guaranteed_, &table.at(past - more));
+}
+
+// The same for a transient group: from the first range on exactly these blocks have pages. Those of an uncommitted grant go
+// to other blocks, or back.
+void Manager::grant_ranges(Request& r, int32_t group, std::span<const BlockRange> blocks, int64_t end) {
     Table& table = r.tables[static_cast<size_t>(group)];
     const int64_t fresh = rules(group).blocks_upto(r.committed);
     const int64_t past = std::max(rules(group).blocks_upto(end), table.first);
@@ -73,9 +83,8 @@ void Manager::grant_blocks(Request& r, int32_t group, std::span<const BlockRange
 void Manager::grant(Request& r, Demand demand) {
     for (int32_t g = 0; g < n_groups_; ++g) {
         if (!rules(g).blocks()) continue;
-        const BlockRange all{rules(g).blocks_upto(demand.start), rules(g).blocks_upto(demand.end)};
-        if (rules(g).transient) grant_blocks(r, g, demand.blocks[static_cast<size_t>(g)], demand.end);
-        else grant_blocks(r, g, {&all, 1}, demand.end);
+        if (rules(g).transient) grant_ranges(r, g, demand.blocks[static_cast<size_t>(g)], demand.end);
+        else grant_blocks(r, g, demand.end);
     }
     std::vector<Point>& plan = demand.plan;
     const std::vector<Point> old = r.plan_open ? std::move(r.plan) : std::vector<Point>{};
@@ -141,14 +150,14 @@ bool Manager::secure_grant(const Request& r, const Adoption* adoption, const Dem
             for (const int32_t page : adoption->pages[static_cast<size_t>(g)])
                 if (page >= 0) visit(g, page);
     };
-    int64_t adopted = 0;
-    each_adopted([&](int32_t, int32_t) { ++adopted; });
-    arena_.mark(adopted);
+    size_t adopted = 0;
+    for (int32_t g = 0; adoption && g < n_groups_; ++g) adopted += adoption->pages[static_cast<size_t>(g)].size();
+    arena_.mark(static_cast<int64_t>(adopted));
     auto undo = [&] {
         if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, -1); });
         arena_.rollback();
     };
-    each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });
+    for (int32_t g = 0; adoption && g < n_groups_; ++g) arena_.adopt_run(g, adoption->pages[static_cast<size_t>(g)]);
     if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });
     try {
         if (oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes)) {

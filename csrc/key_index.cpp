@@ -10,7 +10,8 @@ constexpr size_t kFirstSlots = 64;
 constexpr int64_t kBatch = 16;  // lookups in flight: enough to hide a DRAM miss behind 15 others
 }  // namespace
 
-KeyIndex::KeyIndex(uint64_t seed) : seed_(seed), slots_(kFirstSlots), mask_(kFirstSlots - 1) {}
+KeyIndex::KeyIndex(uint64_t seed, int64_t most)
+    : seed_(seed), most_(most), slots_(kFirstSlots), mask_(kFirstSlots - 1) {}
 
 int64_t KeyIndex::run_length(const Page* pages, const DigestRun& run, uint32_t ns, int64_t begin,
                              bool allow_pending) const {
@@ -19,12 +20,9 @@ int64_t KeyIndex::run_length(const Page* pages, const DigestRun& run, uint32_t n
         const int64_t n = std::min(kBatch, run.count - base);
         for (int64_t i = 0; i < n; ++i) {
             tags[i] = tag(run.at(base + i), ns);
-            __builtin_prefetch(&slots_[tags[i] & mask_]);
+            prefetch(tags[i]);
         }
-        for (int64_t i = 0; i < n; ++i) {
-            const int32_t page = slots_[tags[i] & mask_].page;
-            if (page != kNoPage) __builtin_prefetch(pages + page);
-        }
+        for (int64_t i = 0; i < n; ++i) prefetch(pages, tags[i]);
         for (int64_t i = 0; i < n; ++i) {
             const int32_t id = find(pages, run.at(base + i), ns, tags[i]);
             if (id == kNoPage || (pages[id].key == Page::kPending && !allow_pending)) return base + i - begin;
@@ -33,25 +31,24 @@ int64_t KeyIndex::run_length(const Page* pages, const DigestRun& run, uint32_t n
     return std::max<int64_t>(run.count - begin, 0);
 }
 
-void KeyIndex::grow(int64_t more) {
+void KeyIndex::grow(size_t keys) {
     size_t slots = slots_.size();
-    while (static_cast<size_t>(count_ + more) * 2 > slots) slots *= 2;
-    LargeVector<Slot> old(slots);
+    while (keys * 2 > slots) slots *= 2;
+    ZeroedArray<Slot> old(slots);
     old.swap(slots_);
     mask_ = slots_.size() - 1;
     for (const Slot& slot : old) {
-        if (slot.page == kNoPage) continue;
+        if (slot.empty()) continue;
         uint64_t i = slot.tag & mask_;
-        while (slots_[i].page != kNoPage) i = (i + 1) & mask_;
+        while (!slots_[i].empty()) i = (i + 1) & mask_;
         slots_[i] = slot;
     }
 }
 
 // Backward shift: each later slot of the cluster moves into the hole unless its home lies after the hole.
 void KeyIndex::erase(uint32_t tag, int32_t id) {
-    uint64_t hole = tag & mask_;
-    while (slots_[hole].page != id) hole = (hole + 1) & mask_;
-    for (uint64_t i = (hole + 1) & mask_; slots_[i].page != kNoPage; i = (i + 1) & mask_) {
+    uint64_t hole = place_of(tag, id);
+    for (uint64_t i = (hole + 1) & mask_; !slots_[i].empty(); i = (i + 1) & mask_) {
         const uint64_t home = slots_[i].tag & mask_;
         if (((i - home) & mask_) < ((i - hole) & mask_)) continue;
         slots_[hole] = slots_[i];
@@ -61,22 +58,18 @@ void KeyIndex::erase(uint32_t tag, int32_t id) {
     --count_;
 }
 
-void KeyIndex::move(uint32_t tag, int32_t from, int32_t to) {
-    uint64_t i = tag & mask_;
-    while (slots_[i].page != from) i = (i + 1) & mask_;
-    slots_[i].page = to;
-}
+void KeyIndex::move(uint32_t tag, int32_t from, int32_t to) { slots_[place_of(tag, from)] = Slot(tag, to); }
 
 const char* KeyIndex::check(const Page* pages, int64_t n_pages, int32_t group) const {
     int64_t indexed = 0;
     for (const Slot& slot : slots_) {
-        if (slot.page == kNoPage) continue;
+        if (slot.empty()) continue;
         ++indexed;
-        if (slot.page < 0 || slot.page >= n_pages) return "the index names a page that does not exist";
-        const Page& owner = pages[slot.page];
+        if (slot.page() < 0 || slot.page() >= n_pages) return "the index names a page that does not exist";
+        const Page& owner = pages[slot.page()];
         if (owner.key == Page::kNone) return "the index names a page without key";
         if (static_cast<int32_t>(owner.group) != group) return "the index names a page of another group";
-        if (find(pages, owner.digest, owner.ns) != slot.page) return "a key is indexed twice, or out of reach";
+        if (find(pages, owner.digest, owner.ns) != slot.page()) return "a key is indexed twice, or out of reach";
     }
     return indexed == count_ ? nullptr : "the count of keys differs from the index";
 }

@@ -6,19 +6,29 @@
 namespace kvc {
 
 // Gives a page of the request its key, unless another page has it.
-bool Manager::key_page(const Request& r, int32_t group, int32_t page, const Digest& key, int64_t end,
+void Manager::key_page(const Request& r, int32_t group, int32_t page, const Digest& key, int64_t end,
                        Page::Key visibility) {
     const Page& target = arena_.page(group, page);
-    if (r.muted || r.retired || target.key == Page::kVisible) return false;
-    if (target.key == Page::kPending && visibility == Page::kPending) return false;
+    if (r.muted || r.retired || target.key == Page::kVisible) return;
+    if (target.key == Page::kPending && visibility == Page::kPending) return;
     writer_ = &r;
-    stored_now_ = false;
-    bool done = true;
     if (target.key == Page::kPending) arena_.confirm(group, page);
-    else done = arena_.publish(group, page, key, r.ns, end, visibility);
+    else arena_.publish(group, page, key, r.ns, end, visibility);
     writer_ = nullptr;
-    if (stored_now_) push_keyed(r.handle, group, page);  // not what it took over from an older page
-    return done;
+}
+
+// The same for blocks [begin, end) of a full group, as far as their keys are known; returns the first that is left.
+int64_t Manager::key_full(const Request& r, int32_t group, int64_t begin, int64_t end, Page::Key visibility) {
+    const GroupRules& g = rules(group);
+    const int64_t known = static_cast<int64_t>(r.digests.size()) - g.ahead_links;  // links
+    end = std::min(end, std::max<int64_t>(known, 0) / g.links_per_block);
+    if (begin >= end) return begin;
+    if (r.muted || r.retired) return end;
+    writer_ = &r;
+    arena_.key_run(group, r.tables[static_cast<size_t>(group)].pages.data() + begin, run_of(r, group, begin, end), r.ns,
+                   begin * g.block_tokens, g.block_tokens, visibility);
+    writer_ = nullptr;
+    return end;
 }
 
 void Manager::key_state(const Request& r, const Point& point, int32_t group, Page::Key visibility) {
@@ -65,11 +75,8 @@ void Manager::end_pending(Request& r, int32_t group, int32_t page, bool written)
 void Manager::key_full_blocks(Request& r) {
     for (int32_t g = 0; g < n_groups_; ++g) {
         if (!rules(g).full()) continue;
-        const Table& table = r.tables[static_cast<size_t>(g)];
-        int64_t& b = r.keyed_blocks[static_cast<size_t>(g)];
-        Digest key;
-        for (; (b + 1) * rules(g).block_tokens <= r.computed && block_key(r, g, b, &key); ++b)
-            key_page(r, g, table.page(b), key, (b + 1) * rules(g).block_tokens, Page::kVisible);
+        int64_t& keyed = r.keyed_blocks[static_cast<size_t>(g)];
+        keyed = key_full(r, g, keyed, r.computed / rules(g).block_tokens, Page::kVisible);
     }
 }
 

@@ -14,13 +14,14 @@ namespace kvc {
 
 int64_t Manager::known_tokens(const Request& r) const { return static_cast<int64_t>(r.digests.size()) * unit_; }
 
-DigestRun Manager::run_of(const Request& r, int32_t group, int64_t limit) const {
-    const int64_t block = rules(group).block_tokens;
-    const int64_t units = block / unit_;
+// Keys of blocks [begin, end) of a group with links_per_block.
+DigestRun Manager::run_of(const Request& r, int32_t group, int64_t begin, int64_t end) const {
+    const GroupRules& g = rules(group);
     DigestRun run;
-    run.first = reinterpret_cast<const uint8_t*>(r.digests.data()) + (units - 1) * 32;
-    run.stride_bytes = units * 32;
-    run.count = std::min(known_tokens(r), limit) / block;
+    run.first =
+        reinterpret_cast<const uint8_t*>(r.digests.data()) + ((begin + 1) * g.links_per_block + g.ahead_links - 1) * 32;
+    run.stride_bytes = g.links_per_block * 32;
+    run.count = end - begin;
     return run;
 }
 
@@ -31,7 +32,7 @@ bool Manager::is_present(const Request& r, int32_t group, int64_t index) const {
 }
 
 int64_t Manager::full_hit(const Request& r, int32_t group, int64_t limit, unsigned sources) const {
-    const DigestRun run = run_of(r, group, limit);
+    const DigestRun run = run_of(r, group, 0, std::min(known_tokens(r), limit) / rules(group).block_tokens);
     int64_t blocks = 0;
     while (true) {
         blocks += arena_.run_length(group, run, r.ns, blocks, sources & kPending);
@@ -153,16 +154,9 @@ bool Manager::sparse_known(const Request& r, int64_t position) const {
 // Keys are chained: a block that was evicted, or is still there behind a gap, tells that its whole prefix was stored. The
 // deepest one counts. Only asked where something was evicted.
 int64_t Manager::deepest_evicted(const Request& r, int32_t group, int64_t begin, int64_t limit) const {
-    const DigestRun run = run_of(r, group, limit);
+    const DigestRun run = run_of(r, group, 0, std::min(known_tokens(r), limit) / rules(group).block_tokens);
     const int64_t block = rules(group).block_tokens;
-    auto stored = [&](const Digest& key) {
-        const int32_t page = arena_.find(group, key, r.ns);
-        return (page != kNoPage && arena_.page(group, page).key == Page::kVisible) ||
-               arena_.was_evicted(group, key, r.ns);
-    };
-    int64_t i = run.count;
-    while (i * block > begin && !stored(run.at(i - 1))) --i;
-    return i * block / grid_ * grid_;
+    return arena_.last_known(group, run, r.ns, begin / block) * block / grid_ * grid_;
 }
 
 // ---- lookup ---------------------------------------------------------------------------------------------------------

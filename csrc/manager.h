@@ -88,7 +88,7 @@ class Manager final : private KeyListener {
     // lookup.cpp
     int64_t hit_limit(const Request& r) const { return std::max<int64_t>(r.n_tokens - 1, 0) / grid_ * grid_; }
     int64_t reach_of(const Request& r) const { return r.retired ? 0 : hit_limit(r); }
-    DigestRun run_of(const Request& r, int32_t group, int64_t limit) const;
+    DigestRun run_of(const Request& r, int32_t group, int64_t begin, int64_t end) const;
     bool is_present(const Request& r, int32_t group, int64_t index) const;
     int64_t full_hit(const Request& r, int32_t group, int64_t limit, unsigned sources) const;
     bool block_at(const Request& r, int32_t group, int64_t block, unsigned sources) const;
@@ -138,7 +138,8 @@ class Manager final : private KeyListener {
     void start(Request& r, const Adoption& adoption, Point state, Load* load);
     void start_load(Request& r, const Adoption& adoption, Load* load);
     int64_t new_pages(const Request& r, int32_t group, const Demand& demand, bool first) const;
-    void grant_blocks(Request& r, int32_t group, std::span<const BlockRange> blocks, int64_t end);
+    void grant_blocks(Request& r, int32_t group, int64_t end);
+    void grant_ranges(Request& r, int32_t group, std::span<const BlockRange> blocks, int64_t end);
     void grant(Request& r, Demand demand);
     int32_t take_page(const Request& r, int32_t group);
 
@@ -156,7 +157,8 @@ class Manager final : private KeyListener {
     void reserve_settle(const Request& r, int64_t computed, int64_t tokens, Room* room);
     void release_guesses(Request& r, int64_t upto);
     void confirm_spans(Request& r);
-    bool key_page(const Request& r, int32_t group, int32_t page, const Digest& key, int64_t end, Page::Key visibility);
+    void key_page(const Request& r, int32_t group, int32_t page, const Digest& key, int64_t end, Page::Key visibility);
+    int64_t key_full(const Request& r, int32_t group, int64_t begin, int64_t end, Page::Key visibility);
     void key_state(const Request& r, const Point& point, int32_t group, Page::Key visibility);
     void key_span(Request& r, int32_t group, int64_t position, int64_t* done, bool declared, Page::Key visibility);
     void end_pending(Request& r, int32_t group, int32_t page, bool written);
@@ -169,6 +171,7 @@ class Manager final : private KeyListener {
 
     // closing.cpp
     void release(Request& r, int32_t group, int32_t page, Arena::List list);
+    void release_run(Request& r, int32_t group, std::span<const int32_t> pages, Arena::List list);
     void release_point(Request& r, const Point& point, Arena::List list);
     Arena::List superseded_list(int32_t group, int32_t page) const;
     struct Filed {  // a sparse page, under the boundary that it serves
@@ -255,7 +258,6 @@ class Manager final : private KeyListener {
 
     bool events_;
     const Request* writer_ = nullptr;  // whose keys become visible now
-    bool stored_now_ = false;          // a key became visible that was not so before, on any page
     const Digest* parent_ = nullptr;   // of the key, where that is known without it
     std::vector<kvc_event_run> runs_;
     NamespaceCounts runs_of_;  // entries of runs_

@@ -10,25 +10,25 @@ namespace kvc {
 // ---- partial slabs, by used pages -----------------------------------------------------------------------------------
 
 void Arena::list_partial(SizeClass& c, int32_t s) {
-    const auto used = static_cast<size_t>(slab(s).used);
+    const auto used = static_cast<size_t>(filling(s).used);
     int32_t& first = c.partial[used];
-    slab(s).previous = kNoSlab;
+    filling(s).previous = kNoSlab;
     slab(s).next = first;
-    if (first != kNoSlab) slab(first).previous = s;
+    if (first != kNoSlab) filling(first).previous = s;
     first = s;
     c.nonempty[used / 64] |= uint64_t{1} << (used % 64);
 }
 
 void Arena::unlist_partial(SizeClass& c, int32_t s) {
-    const Slab& gone = slab(s);
-    const auto used = static_cast<size_t>(gone.used);
-    if (gone.next != kNoSlab) slab(gone.next).previous = gone.previous;
-    if (gone.previous != kNoSlab) {
-        slab(gone.previous).next = gone.next;
+    const auto used = static_cast<size_t>(filling(s).used);
+    const int32_t previous = filling(s).previous, next = slab(s).next;
+    if (next != kNoSlab) filling(next).previous = previous;
+    if (previous != kNoSlab) {
+        slab(previous).next = next;
         return;
     }
-    c.partial[used] = gone.next;
-    if (gone.next == kNoSlab) c.nonempty[used / 64] &= ~(uint64_t{1} << (used % 64));
+    c.partial[used] = next;
+    if (next == kNoSlab) c.nonempty[used / 64] &= ~(uint64_t{1} << (used % 64));
 }
 
 int32_t Arena::fullest(const SizeClass& c) const {
@@ -41,7 +41,7 @@ int32_t Arena::fullest(const SizeClass& c) const {
 // A free page of the slab is used from now on. The caller gives it a reference or a cached page's content.
 int32_t Arena::take_from(SizeClass& c, int32_t s) {
     unlist_partial(c, s);
-    Slab& from = slab(s);
+    Filling& from = filling(s);
     int32_t id = from.freed;
     if (id != kNoPage) from.freed = page_in(c, id).next;
     else id = s * c.k + from.fresh++;
@@ -54,13 +54,13 @@ int32_t Arena::take_from(SizeClass& c, int32_t s) {
 // The page has no key, no reference, and is in no list.
 void Arena::free_page(SizeClass& c, int32_t id) {
     const int32_t s = slab_of(c, id);
-    Slab& from = slab(s);
     if (c.k == 1) {
-        from.used = 0;
+        if (!plain()) filling(s).used = 0;
         --c.owned;
         push_empty(s);
         return;
     }
+    Filling& from = filling(s);
     if (from.used < c.k) unlist_partial(c, s);
     page_in(c, id).next = from.freed;
     from.freed = id;
@@ -86,6 +86,7 @@ inline int32_t Arena::own_slab(int32_t size_class) {
     } else {
         s = static_cast<int32_t>(created_slabs());
         slabs_.emplace_back();
+        if (!plain()) fillings_.emplace_back();
     }
     SizeClass& c = of(size_class);
     const auto pages = (static_cast<size_t>(s) + 1) * static_cast<size_t>(c.k);
@@ -97,7 +98,8 @@ inline int32_t Arena::own_slab(int32_t size_class) {
 // All its pages are free.
 int32_t Arena::give_slab(int32_t size_class) {
     const int32_t s = own_slab(size_class);
-    slab(s) = Slab{.owner = static_cast<int16_t>(size_class)};
+    slab(s).owner = static_cast<int16_t>(size_class);
+    filling(s) = {};
     of(size_class).free += of(size_class).k;
     list_partial(of(size_class), s);
     return s;
@@ -108,8 +110,9 @@ int32_t Arena::take_new(int32_t size_class) {
     SizeClass& c = of(size_class);
     if (c.k > 1) return take_from(c, give_slab(size_class));
     const int32_t s = own_slab(size_class);
-    Slab& only = slab(s);  // of one page: what else it says stays unread, but for `mine`, which is 0
-    only.owner = static_cast<int16_t>(size_class);
+    slab(s).owner = static_cast<int16_t>(size_class);
+    if (plain()) return s;
+    Filling& only = filling(s);  // of one page: what else it says stays unread, but for `mine`, which is 0
     only.used = only.fresh = 1;
     only.freed = kNoPage;
     return s;
@@ -149,6 +152,7 @@ bool Arena::secure(std::span<const int64_t> n) {
     give_back_unused();
     tight_ = false;
     if (!can_secure(n)) return false;
+    if (plain()) return true;  // nobody else takes what is empty
     for (int32_t i = 0; i < classes(); ++i) {
         of(i).wanted = n[static_cast<size_t>(i)];
         if (of(i).wanted) of(i).asked = of(i).wanted;
@@ -164,8 +168,8 @@ bool Arena::secure(std::span<const int64_t> n) {
 
 // So that the slab that was given first is taken first: pages of one take then tend to lie side by side.
 void Arena::reverse_unused(SizeClass& c) {
-    for (int32_t s = c.partial[0]; s != kNoSlab; s = slab(s).previous) {
-        std::swap(slab(s).previous, slab(s).next);
+    for (int32_t s = c.partial[0]; s != kNoSlab; s = filling(s).previous) {
+        std::swap(filling(s).previous, slab(s).next);
         c.partial[0] = s;
     }
 }
@@ -230,6 +234,27 @@ int32_t Arena::cheapest_that_spares(uint64_t below) {
 // them back (a state at every step that starts a request), and to win one back costs up to k moves.
 int64_t Arena::left_alone(const SizeClass& c) const {
     return c.k == least_per_slab_ || c.cached() == 0 ? 0 : std::min<int64_t>(kLeftAlone, most_slabs_ / 64);
+}
+
+// Brings closer what is read when the next n pages of the class are evicted.
+void Arena::foresee(const SizeClass& c, int64_t n) const {
+    if (c.free || empty_ + uncreated() > left_alone(c)) return;
+    int32_t id = coldest(c);
+    for (int64_t i = 0; i < n && id != kNoPage; ++i, id = after(c, id)) {
+        const Page& page = page_in(c, id);
+        const KeyIndex& index = group_of(static_cast<int32_t>(page.group)).index;
+        const uint64_t hash = index.hash(page.digest, page.ns);
+        index.prefetch(static_cast<uint32_t>(hash));
+        ghosts_.prefetch(hash);
+    }
+}
+
+void Arena::take_run(int32_t group, int64_t n, bool mine, int32_t* ids) {
+    for (int64_t i = 0; i < n; ++i) {
+        constexpr int64_t ahead = kInFlight;
+        if (i % ahead == 0) foresee(of(class_of(group)), std::min(n - i, ahead));
+        ids[i] = mine ? take_mine(group) : take(group);
+    }
 }
 
 int32_t Arena::take(int32_t group) {

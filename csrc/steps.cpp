@@ -143,18 +143,15 @@ int32_t Manager::commit(int64_t handle, int64_t upto) {
     make_room(step.releases, guessed);
     for (int32_t g = 0; g < n_groups_; ++g) {
         const GroupRules& group = rules(g);
-        if (group.blocks()) arena_.reserve_keys(g, group.blocks_upto(upto) - r->tables[static_cast<size_t>(g)].first);
+        const int64_t first =
+            group.full() ? r->committed / group.block_tokens : r->tables[static_cast<size_t>(g)].first;
+        if (group.blocks()) arena_.reserve_keys(g, group.blocks_upto(upto) - first);
         if (group.state()) arena_.reserve_keys(g, static_cast<int64_t>(r->plan.size()));
     }
 
-    for (int32_t g = 0; g < n_groups_; ++g) {
-        if (!rules(g).full()) continue;
-        const int64_t block = rules(g).block_tokens;
-        const Table& table = r->tables[static_cast<size_t>(g)];
-        Digest key;
-        for (int64_t b = r->committed / block; (b + 1) * block <= upto && block_key(*r, g, b, &key); ++b)
-            key_page(*r, g, table.page(b), key, (b + 1) * block, Page::kPending);
-    }
+    for (int32_t g = 0; g < n_groups_; ++g)
+        if (rules(g).full())
+            key_full(*r, g, r->committed / rules(g).block_tokens, upto / rules(g).block_tokens, Page::kPending);
     for (const Kept& at : kept_)
         for (const int32_t g : spans_)
             if (has(at.groups, g) && at.position > r->span_pending[static_cast<size_t>(g)])
@@ -189,7 +186,14 @@ void Manager::reserve_settle(const Request& r, int64_t computed, int64_t tokens,
         if (!rules(g).blocks()) continue;
         const Table& table = r.tables[static_cast<size_t>(g)];
         const int64_t keyed = rules(g).full() ? r.keyed_blocks[static_cast<size_t>(g)] : table.first;
-        room->keys[static_cast<size_t>(g)] += std::max<int64_t>(table.end() - keyed, 0);
+        int64_t& keys = room->keys[static_cast<size_t>(g)];
+        const int64_t most = std::max<int64_t>(table.end() - keyed, 0);
+        if (arena_.has_room(g, keys + most)) {
+            keys += most;
+        } else {  // before the index grows: nearly all have theirs already, pending
+            for (int64_t b = keyed; b < table.end(); ++b)
+                keys += table.page(b) != kNoPage && arena_.page(g, table.page(b)).key == Page::kNone;
+        }
         if (!rules(g).span()) continue;
         releases += table.pages.size();
         done = std::min(done, r.span_settled[static_cast<size_t>(g)]);
@@ -222,7 +226,11 @@ int32_t Manager::end_step(int64_t id) {
         r->computed = std::max(r->computed, entry.upto);
         settle(*r);
     }
-    for (const Release& freed : step.releases) arena_.release(freed.group, freed.page, freed.list);
+    const std::vector<Release>& freed = step.releases;
+    for (size_t i = 0; i < freed.size(); ++i) {
+        if (i + 16 < freed.size()) arena_.prefetch(freed[i + 16].group, freed[i + 16].page);
+        arena_.release(freed[i].group, freed[i].page, freed[i].list);
+    }
     return KVC_OK;
 }
 

@@ -49,6 +49,7 @@ class Follower : public Pair {
             for (; model_.available(c) + lacks[c] * model_.k[c] < n[c]; ++lacks[c], ++given)
                 if (model_.empty() == given) model_.reclaim(model_.cheapest(Model::kNoRank, n), moves);
         if (!moves.empty()) fail("secure moved more than it had to");
+        if (model_.plain()) std::fill(lacks.begin(), lacks.end(), 0);  // nobody else takes what is empty
         for (int s = 0; s < arena_.created_slabs(); ++s)
             if (const int c = owner_of(s); c != kNone && (s >= std::ssize(model_.owner) || model_.owner[s] == kNone)) {
                 model_.own_new(c, s);

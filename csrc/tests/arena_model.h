@@ -92,7 +92,9 @@ class Model {
         return first != mine.end() && first->first < std::pair{c, (s + 1) * k[c]};
     }
     int64_t owned(int c) const { return std::count(owner.begin(), owner.end(), c); }
+    bool plain() const { return classes() == 1 && k[0] == 1; }
     int64_t pinned(int c) const {
+        if (plain()) return 0;  // not counted where nothing depends on it
         return slabs_where(c, [&](int s) { return own_slab(c, s); });
     }
     int64_t idle(int c) const {
