@@ -192,25 +192,38 @@ void Arena::unpin(int32_t group, int32_t id) {
     page.rest = 0;
 }
 
-// The last page of the list that is older. Pages come back in the order of their ages or against it, mostly, so the search
-// starts at the last one that did and, where that is older, at the newest as well.
-int32_t Arena::last_older(const SizeClass& c, List list, uint64_t age) const {
-    int32_t low = c.put_back != kNoPage && page_in(c, c.put_back).list == 1u + list ? c.put_back : kNoPage;
-    int32_t high = c.lists[list].last;
-    if (low != kNoPage && page_in(c, low).age > age) high = std::exchange(low, kNoPage);
-    for (; high != kNoPage && page_in(c, high).age > age; high = page_in(c, high).previous) {
-        if (low == kNoPage) continue;
+// The last page of the list that is older than this one, which has its place there. It is looked for from both sides at once,
+// from what lies nearest: the ends, the page that came back last, and its own neighbours when it left (those that are pinned
+// too lead on to theirs).
+int32_t Arena::last_older(const SizeClass& c, List list, const Page& page) const {
+    int32_t low = kNoPage, high = kNoPage;
+    auto age = [&](int32_t id) { return page_in(c, id).age; };
+    auto consider = [&](int32_t id) {  // false where it is not in the list
+        if (page_in(c, id).list != 1u + list) return false;
+        int32_t& side = age(id) < page.age ? low : high;
+        if (side == kNoPage || (age(id) > age(side)) == (&side == &low)) side = id;
+        return true;
+    };
+    for (const int32_t id : {c.lists[list].first, c.lists[list].last, c.put_back})
+        if (id != kNoPage) consider(id);
+    for (int32_t id = page.previous; id != kNoPage && age(id) < page.age && !consider(id); id = page_in(c, id).previous)
+        if (page_in(c, id).rest != 1u + list) break;
+    for (int32_t id = page.next; id != kNoPage && age(id) > page.age && !consider(id); id = page_in(c, id).next)
+        if (page_in(c, id).rest != 1u + list) break;
+    if (low == kNoPage) return kNoPage;
+    for (; high != kNoPage; high = page_in(c, high).previous) {
+        if (age(high) < page.age) return high;
         const int32_t next = page_in(c, low).next;
-        if (page_in(c, next).age > age) return low;
+        if (age(next) > page.age) return low;
         low = next;
     }
-    return high;
+    return low;
 }
 
 void Arena::put_back(SizeClass& c, int32_t id, List list) {
     Head& head = c.lists[list];
     Page& page = page_in(c, id);
-    const int32_t before = last_older(c, list, page.age);
+    const int32_t before = last_older(c, list, page);
     page.list = (1u + list) & 3u;
     page.previous = before;
     page.next = before == kNoPage ? head.first : page_in(c, before).next;
@@ -246,6 +259,8 @@ inline void Arena::release_now(int32_t group, int32_t id, List list) {
         if (page.refs != static_cast<int32_t>(page.pins) || page.key != Page::kVisible || page.rest) return;
         page.rest = (1u + list) & 3u;
         page.age = ++clock_;
+        page.previous = c.lists[list].last;
+        page.next = kNoPage;
         return;
     }
     page.rest = 0;

@@ -101,9 +101,9 @@ class Arena {
     // they are gone), what it was marked with (kept, hits, end) goes along, and the listener hears nothing.
     bool publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key);
     // The same for page ids[i] and the i-th key of the run, of the block that ends at begin + (i + 1) * block_tokens. A page
-    // that has a pending key is confirmed where `key` is kVisible; one that has a visible key is left alone. After reserve_keys().
-    void key_run(int32_t group, const int32_t* ids, const DigestRun& run, uint32_t ns, int64_t begin,
-                 int64_t block_tokens, Page::Key key);
+    // that has a pending key is confirmed where `key` is kVisible; one that has a visible key is left alone. After reserve_keys(). Returns how many stay without, because another page has the key.
+    int64_t key_run(int32_t group, const int32_t* ids, const DigestRun& run, uint32_t ns, int64_t begin,
+                    int64_t block_tokens, Page::Key key);
     void confirm(int32_t group, int32_t id);    // pending -> visible
     void unpublish(int32_t group, int32_t id);  // nothing where the page has no key
     void keep(int32_t group, int32_t id) { page_of(group, id).kept = 1; }
@@ -280,7 +280,7 @@ class Arena {
     // arena.cpp: lists and references
     void prepare_to_evict();
     void append(SizeClass& c, int32_t id, List list);
-    int32_t last_older(const SizeClass& c, List list, uint64_t age) const;
+    int32_t last_older(const SizeClass& c, List list, const Page& page) const;
     void put_back(SizeClass& c, int32_t id, List list);
     void unlink(SizeClass& c, int32_t id);
     static void unchain(SizeClass& c, Page& page);

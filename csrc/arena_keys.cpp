@@ -99,8 +99,8 @@ bool Arena::publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns
     return true;
 }
 
-void Arena::key_run(int32_t group, const int32_t* ids, const DigestRun& run, uint32_t ns, int64_t begin,
-                    int64_t block_tokens, Page::Key key) {
+int64_t Arena::key_run(int32_t group, const int32_t* ids, const DigestRun& run, uint32_t ns, int64_t begin,
+                       int64_t block_tokens, Page::Key key) {
     const KeyIndex& index = group_of(group).index;
     const Page* pages = of(class_of(group)).pages.data();
     uint32_t tags[kInFlight];
@@ -111,18 +111,20 @@ void Arena::key_run(int32_t group, const int32_t* ids, const DigestRun& run, uin
         if (!fresh) return;
         index.prefetch(tags[i % ahead] = index.tag(run.at(i), ns));
     };
+    int64_t without = 0;
     for (int64_t i = 0; i < std::min(run.count, ahead); ++i) prepare(i);
     for (int64_t i = 0; i < run.count; ++i) {
         const int32_t id = ids[i];
         if (pages[id].key == Page::kNone) {
             const Digest digest = run.at(i);
             const uint32_t tag = fresh ? tags[i % ahead] : index.tag(digest, ns);
-            publish(group, id, digest, ns, begin + (i + 1) * block_tokens, key, tag);
+            without += !publish(group, id, digest, ns, begin + (i + 1) * block_tokens, key, tag);
         } else if (pages[id].key == Page::kPending && !fresh) {
             confirm(group, id);
         }
         if (i + ahead < run.count) prepare(i + ahead);
     }
+    return without;
 }
 
 // The key of a page that nobody holds but readers outside goes on to a held page with the same bytes, which was used later.

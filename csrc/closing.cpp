@@ -66,7 +66,8 @@ void Manager::collect_spans(Request& r, bool loading) {
     for (const int32_t g : spans_) {
         const int64_t block = rules(g).block_tokens;
         Table& table = r.tables[static_cast<size_t>(g)];
-        if (!loading && last) key_span(r, g, last, &r.span_settled[static_cast<size_t>(g)], false, Page::kVisible);
+        int64_t none = 0;  // all that a hit there reads: a key may have been on the page of a twin
+        if (!loading && last) key_span(r, g, last, &none, false, Page::kVisible);
         for (int64_t b = table.end(); b-- > table.first;) {
             const int32_t page = table.page(b);
             if (page == kNoPage) continue;
@@ -173,6 +174,7 @@ void Manager::reserve_drop(const Request& r) {
         }
     });
     filed_.reserve(pages);
+    for (int32_t g = 0; g < n_groups_; ++g) arena_.reserve_keys(g, r.keyless[static_cast<size_t>(g)]);
     for (const int32_t g : states_) arena_.reserve_keys(g, 1);
     for (const int32_t g : spans_)
         arena_.reserve_keys(g, static_cast<int64_t>(r.tables[static_cast<size_t>(g)].pages.size()));
@@ -186,6 +188,7 @@ void Manager::drop_pages(Request& r) {
     const bool loading = r.state == RequestState::kLoading;  // nothing was computed; keys are the load's affair
     filed_.clear();
     if (r.load) detach_load(r);
+    if (!loading) key_twins(r);
     collect_points(r, loading);
     collect_spans(r, loading);
     if (!loading) collect_touched(r);

@@ -42,7 +42,8 @@ void Manager::start(Request& r, const Adoption& adoption, Point state, Load* loa
     else r.computed = r.committed = adoption.hit;
 }
 
-// The table ends at token `end`. Pages of an uncommitted grant that this one replaces stay, or go back.
+// The table ends at token `end`. Pages of an uncommitted grant that this one replaces stay, or go back: with
+// the step that may compute it.
 void Manager::grant_blocks(Request& r, int32_t group, int64_t end) {
     Table& table = r.tables[static_cast<size_t>(group)];
     const int64_t past = std::max(rules(group).blocks_upto(end), table.first);
@@ -101,10 +102,7 @@ void Manager::grant(Request& r, Demand demand) {
         for (size_t i = reused; i < old.size(); ++i)
             if (i > 0 || r.working.pages.empty()) unused_.push_back({states_[s], old[i].pages[s], Arena::kLru});
     }
-    for (const Release& dropped : unused_) {  // no step has touched them
-        if (r.handle == guaranteed_) arena_.mine(dropped.group, dropped.page, -1);
-        arena_.release(dropped.group, dropped.page);
-    }
+    for (const Release& dropped : unused_) release(r, dropped.group, dropped.page, dropped.list);
     unused_.clear();
     r.plan = std::move(plan);
     r.plan_open = !r.plan.empty();
@@ -119,7 +117,8 @@ void Manager::reserve_grant(Request& r, const Adoption* adoption, Demand* demand
     if (adoption) {
         r.tables.assign(groups_.size(), {});
         r.holes.assign(groups_.size(), {});
-        for (auto* cursors : {&r.keyed_blocks, &r.span_pending, &r.span_settled}) cursors->assign(groups_.size(), 0);
+        for (auto* cursors : {&r.keyed_blocks, &r.keyless, &r.span_pending, &r.span_settled})
+            cursors->assign(groups_.size(), 0);
         r.points.reserve(r.points.size() + 1);
     }
     size_t unused = r.plan.size() * states_.size();
@@ -139,6 +138,7 @@ void Manager::reserve_grant(Request& r, const Adoption* adoption, Demand* demand
             unused += static_cast<size_t>(std::max<int64_t>(table.end() - group.blocks_upto(demand->start), 0));
     }
     unused_.reserve(unused);
+    if (Step* step = fence_of(r)) make_room(step->releases, unused);
     for (Point& point : demand->plan) point.pages.reserve(states_.size());
 }
 

@@ -18,17 +18,26 @@ void Manager::key_page(const Request& r, int32_t group, int32_t page, const Dige
 }
 
 // The same for blocks [begin, end) of a full group, as far as their keys are known; returns the first that is left.
-int64_t Manager::key_full(const Request& r, int32_t group, int64_t begin, int64_t end, Page::Key visibility) {
+int64_t Manager::key_full(Request& r, int32_t group, int64_t begin, int64_t end, Page::Key visibility) {
     const GroupRules& g = rules(group);
     const int64_t known = static_cast<int64_t>(r.digests.size()) - g.ahead_links;  // links
     end = std::min(end, std::max<int64_t>(known, 0) / g.links_per_block);
     if (begin >= end) return begin;
     if (r.muted || r.retired) return end;
     writer_ = &r;
-    arena_.key_run(group, r.tables[static_cast<size_t>(group)].pages.data() + begin, run_of(r, group, begin, end), r.ns,
-                   begin * g.block_tokens, g.block_tokens, visibility);
+    const int64_t without =
+        arena_.key_run(group, r.tables[static_cast<size_t>(group)].pages.data() + begin, run_of(r, group, begin, end),
+                       r.ns, begin * g.block_tokens, g.block_tokens, visibility);
     writer_ = nullptr;
+    if (visibility == Page::kVisible) r.keyless[static_cast<size_t>(group)] += without;
     return end;
+}
+
+// At the end of the request: blocks whose key was on the page of a twin, which may have gone, or be an older one by now.
+void Manager::key_twins(Request& r) {
+    for (int32_t g = 0; g < n_groups_; ++g)
+        if (r.keyless[static_cast<size_t>(g)])
+            key_full(r, g, 0, r.keyed_blocks[static_cast<size_t>(g)], Page::kVisible);
 }
 
 void Manager::key_state(const Request& r, const Point& point, int32_t group, Page::Key visibility) {
@@ -60,7 +69,9 @@ void Manager::key_span(Request& r, int32_t group, int64_t position, int64_t* don
         const int32_t owner = arena_.find(group, key, r.ns);
         if (owner != kNoPage) arena_.keep(group, owner);
     }
-    *done = std::max(*done, position);
+    // A draft's last block may get its key later, when the tokens are told that it looks ahead to.
+    Digest last;
+    if (!g.draft() || block_key(r, group, position / g.block_tokens - 1, &last)) *done = std::max(*done, position);
 }
 
 // The request lets go of a page whose key may be pending, for a position that was not reached or is not kept any more.

@@ -158,7 +158,8 @@ class Manager final : private KeyListener {
     void release_guesses(Request& r, int64_t upto);
     void confirm_spans(Request& r);
     void key_page(const Request& r, int32_t group, int32_t page, const Digest& key, int64_t end, Page::Key visibility);
-    int64_t key_full(const Request& r, int32_t group, int64_t begin, int64_t end, Page::Key visibility);
+    int64_t key_full(Request& r, int32_t group, int64_t begin, int64_t end, Page::Key visibility);
+    void key_twins(Request& r);
     void key_state(const Request& r, const Point& point, int32_t group, Page::Key visibility);
     void key_span(Request& r, int32_t group, int64_t position, int64_t* done, bool declared, Page::Key visibility);
     void end_pending(Request& r, int32_t group, int32_t page, bool written);

@@ -24,8 +24,8 @@ struct alignas(64) Page {
     uint64_t rest : 2 = 0;   // only pins hold it: 1 + the List in which, by its age, its place is; else 0
     uint32_t ns = 0;
     int32_t refs = 0;
-    int32_t previous = kNoPage;
-    int32_t next = kNoPage;  // in its list; or the next free page of the slab
+    int32_t previous = kNoPage;  // in its list; with `rest`: when it was last there
+    int32_t next = kNoPage;      // or the next free page of the slab
     enum Key : uint8_t { kNone, kPending, kVisible };
 };
 static_assert(sizeof(Page) == 64);

@@ -120,6 +120,7 @@ struct Request {
     // Pages.
     std::vector<Table> tables;                // per group; full, span, private
     std::vector<int64_t> keyed_blocks;        // per full group: blocks whose key was settled
+    std::vector<int64_t> keyless;             // per full group: ... and that got none, as another page had it
     std::vector<int64_t> span_pending;        // per span group: up to here the kept positions' blocks have pending keys
     std::vector<int64_t> span_settled;        // ... or visible ones
     std::vector<std::vector<int64_t>> holes;  // per draft group: blocks of the hit without content

@@ -62,6 +62,9 @@ void Manager::give_up_passed(Request& r) {
         }
         table.pages.erase(table.pages.begin(), table.pages.begin() + static_cast<std::ptrdiff_t>(passed));
         table.first += passed;
+        if (!rules(g).draft()) continue;  // what was kept before is settled now, with or without a key
+        int64_t& settled = r.span_settled[static_cast<size_t>(g)];
+        settled = std::max(settled, table.first * block);
     }
 }
 
