@@ -204,25 +204,3 @@ def test_a_wrong_python_of_the_peer_is_named_in_one_line_before_anything_runs(
     assert said.err.count("\n") == 1
     assert f"--peer-python (or KVCACHE_PEER_PYTHON) is '{path}': {reason}" in said.err
     assert "give the Python of an environment that has vllm" in said.err
-
-
-def test_a_python_that_says_nothing_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "python"
-    path.write_text("#!/bin/sh\nexec sleep 60\n")
-    path.chmod(0o755)
-    monkeypatch.setattr(agents_peer, "PROBE_SECONDS", 0.05)
-    with pytest.raises(ConfigError, match=r"did not answer within 0\.05 s"):
-        agents_peer.check_peer(str(path), "vllm")
-
-
-def test_a_python_with_the_module_is_taken_without_importing_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_vllm(tmp_path, monkeypatch)
-    agents_peer.check_peer(sys.executable, "vllm")
-    with pytest.raises(ConfigError, match="no module vllm_of_nobody"):
-        agents_peer.check_peer(sys.executable, "vllm_of_nobody")
-    with pytest.raises(ConfigError, match="null byte"):
-        agents_peer.check_peer("py\0thon", "vllm")
