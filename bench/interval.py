@@ -98,9 +98,10 @@ def suggest_interval(
         f" text beyond the last kept boundary, half of them {profile.distance_tokens[0]:,} tokens"
         f" or more, a tenth {profile.distance_tokens[1]:,}"
     )
+    cache = f"a cache of {memory / 2**30:,.1f} GiB ({memory / kv_bytes:,.0f} tokens of KV)"
     reason = (
-        f"{size}; {far}. {_said(best, candidates, memory)}. In plain LRU order (a tier below,"
-        f" other engines): {_named(lru, geometry)}"
+        f"{size}; {far}. {_said(best, candidates, cache)}. In plain LRU order (a tier below, other"
+        f" engines): {_named(lru, geometry)}"
     )
     return Suggestion(
         _as_policy(best, geometry), _as_policy(lru, geometry), reason, memory, candidates
@@ -150,13 +151,12 @@ def _named(chosen: Candidate | None, geometry: Geometry) -> str:
     return "dense" if interval is None else f"{interval:,}"
 
 
-def _said(chosen: Candidate | None, candidates: tuple[Candidate, ...], memory: int) -> str:
+def _said(chosen: Candidate | None, candidates: tuple[Candidate, ...], cache: str) -> str:
     if chosen is None:
         if not any(c.saved_tokens for c in candidates):
             return "Nothing more is to be saved"
-        return f"Any interval costs KV in {memory / 2**30:,.1f} GiB more than it saves"
+        return f"Any interval costs more hits in {cache} than it saves"
     return (
         f"One every {chosen.interval_tokens:,} tokens saves {chosen.saved_tokens:,} recomputed"
-        f" tokens; what is in flight costs KV in {memory / 2**30:,.1f} GiB"
-        f" {chosen.cost_tokens:,.0f}"
+        f" tokens, and what is in flight costs {chosen.cost_tokens:,.0f} in {cache}"
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvcache.presets.fields import Fields
-from kvcache.presets.layers import DeltaAttention, Latent, Layers
+from kvcache.presets.layers import Latent, Layers
 from kvcache.presets.model import Model
+from kvcache.presets.state_layers import DeltaAttention
 
 KIMI_K3 = Model(
     name="kimi-k3",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvcache.presets.fields import MOST_LAYERS, Fields
-from kvcache.presets.layers import Full, Layers, StateSpace
+from kvcache.presets.layers import Full, Layers
 from kvcache.presets.model import Model
+from kvcache.presets.state_layers import StateSpace
 
 NEMOTRON_3_SUPER = Model(
     name="nemotron-3-super",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kvcache.presets.fields import Fields
-from kvcache.presets.layers import Full, GatedDelta, Layers
+from kvcache.presets.layers import Full, Layers
 from kvcache.presets.llama import heads
 from kvcache.presets.model import Model
+from kvcache.presets.state_layers import GatedDelta
 
 
 def _model(name: str, layers: int, kv_heads: int, value_heads: int, *sources: str) -> Model:

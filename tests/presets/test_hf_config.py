@@ -17,12 +17,12 @@ from kvcache.presets.hf_config import MOST_FILE_BYTES, known_types
 from kvcache.presets.layers import (
     CompressedLatent,
     Full,
-    GatedDelta,
     Indexed,
     Latent,
     Layers,
     Window,
 )
+from kvcache.presets.state_layers import GatedDelta
 
 LLAMA = {
     "model_type": "llama",
