@@ -36,7 +36,13 @@ bool Manager::gather(const Request& r, Adoption* adoption) const {
         Digest key;
         if (group.links_per_block && !group.draft()) {  // all keys are known
             pages.resize(static_cast<size_t>(end - first));
-            arena_.find_run(g, run_of(r, g, first, end), r.ns, pages.data());
+            int64_t known = first;
+            if (group.full()) {
+                const std::vector<int32_t>& resident = this->resident(r, g, end);
+                known = std::min(static_cast<int64_t>(resident.size()), end);
+                std::copy_n(resident.begin(), known, pages.begin());
+            }
+            arena_.find_run(g, run_of(r, g, known, end), r.ns, pages.data() + (known - first));
             for (int64_t b = first; b < end; ++b) {
                 if (pages[static_cast<size_t>(b - first)] != kNoPage) continue;
                 if (!is_present(r, g, b)) return false;

@@ -55,7 +55,10 @@ void Arena::reserve(std::span<const int64_t> pages_of_class, std::span<const int
     make_room(slabs_, created, most_slabs_);
     if (!plain()) make_room(fillings_, created, most_slabs_);
     for (int32_t c = 0; c < classes(); ++c)
-        if (pages_of_class[static_cast<size_t>(c)]) make_room(of(c).pages, created * of(c).k, most_slabs_ * of(c).k);
+        if (pages_of_class[static_cast<size_t>(c)]) {
+            make_room(of(c).pages, created * of(c).k, most_slabs_ * of(c).k);
+            make_room(of(c).left, created * of(c).k / kRegion + 1, most_slabs_ * of(c).k / kRegion + 1);
+        }
     for (int32_t g = 0; g < static_cast<int32_t>(keys_of_group.size()); ++g) {
         reserve_keys(g, keys_of_group[static_cast<size_t>(g)]);
         keys += keys_of_group[static_cast<size_t>(g)];

@@ -78,6 +78,7 @@ class Arena {
     int64_t reclaimed_slabs() const { return reclaimed_; }
     int64_t held_of(int32_t group) const { return group_of(group).held; }  // held pages that the group took or adopted
     uint64_t version() const { return version_; }  // changes when a key becomes visible, goes, or changes its page
+    uint64_t appeared(int32_t group) const { return group_of(group).appeared; }  // keys, pending or visible; counts up
     int32_t class_of(int32_t group) const { return group_of(group).size_class; }
     int32_t pages_per_slab(int32_t size_class) const { return of(size_class).k; }
     // In a slab that the group's class owns.
@@ -91,6 +92,10 @@ class Arena {
     int32_t find(int32_t group, const Digest& digest, uint32_t ns) const;
     // How many keys of the run from `begin` on are visible (or pending, if allowed), up to the first that is not.
     int64_t run_length(int32_t group, const DigestRun& run, uint32_t ns, int64_t begin, bool allow_pending) const;
+    // Of a run whose first keys were visible on these pages at that version: cut to those that still are, on the pages where
+    // they are now; then as many more as are visible, up to the end of the run. O(pages) for the first part, with one look at
+    // a page only where keys have left its neighbourhood.
+    void follow(int32_t group, const DigestRun& run, uint32_t ns, uint64_t version, std::vector<int32_t>* ids) const;
     // Page of each key of the run that is visible, kNoPage for the others.
     void find_run(int32_t group, const DigestRun& run, uint32_t ns, int32_t* ids) const;
     // One past the last key of the run, from `begin` on, that is visible or was evicted; `begin` if there is none.
@@ -191,7 +196,8 @@ class Arena {
     };
     struct SizeClass {
         int32_t k = 1;
-        LargeVector<Page> pages;  // by number; reaches to the last slab that the class owned
+        LargeVector<Page> pages;     // by number; reaches to the last slab that the class owned
+        LargeVector<uint64_t> left;  // for every kRegion pages: version at which a visible key last left one of them
         Head lists[2];
         int64_t free = 0;
         int64_t owned = 0;      // slabs
@@ -236,6 +242,7 @@ class Arena {
     struct Group {
         int32_t size_class;
         KeyIndex index;
+        uint64_t appeared = 0;
         int64_t held = 0;
         int64_t evictions = 0;
     };
@@ -267,6 +274,9 @@ class Arena {
     int32_t mine_in(const Filling& s) const { return s.epoch == epoch_ ? s.mine : 0; }
 
     // arena_keys.cpp
+    static constexpr int32_t kRegion = 64;
+    static size_t region_of(int32_t id) { return static_cast<size_t>(id) / kRegion; }
+    static void leave(SizeClass& c, int32_t id, uint64_t version) { c.left[region_of(id)] = version; }
     static constexpr size_t kInFlight = 16;  // pages of a run whose lines are on their way: hides DRAM behind 15 others
     bool publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key,
                  uint32_t tag);

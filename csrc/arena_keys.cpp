@@ -32,6 +32,35 @@ void Arena::find_run(int32_t group, const DigestRun& run, uint32_t ns, int32_t* 
     }
 }
 
+void Arena::follow(int32_t group, const DigestRun& run, uint32_t ns, uint64_t version,
+                   std::vector<int32_t>* ids) const {
+    const SizeClass& c = of(class_of(group));
+    const KeyIndex& index = group_of(group).index;
+    const Page* pages = c.pages.data();
+    std::vector<int32_t>& known = *ids;
+    for (size_t i = 0; version != version_ && i < known.size(); ++i) {
+        if (c.left[region_of(known[i])] <= version) continue;
+        const Digest digest = run.at(static_cast<int64_t>(i));
+        const Page& page = pages[known[i]];
+        if (page.key == Page::kVisible && static_cast<int32_t>(page.group) == group && page.ns == ns &&
+            page.digest == digest)
+            continue;
+        known[i] = index.find(pages, digest, ns);  // it may have changed its page
+        if (known[i] == kNoPage || pages[known[i]].key != Page::kVisible) known.resize(i);
+    }
+    int32_t more[kInFlight];
+    constexpr int64_t batch = kInFlight;
+    while (static_cast<int64_t>(known.size()) < run.count) {
+        DigestRun next = run;
+        next.first += static_cast<int64_t>(known.size()) * run.stride_bytes;
+        next.count = std::min(batch, run.count - static_cast<int64_t>(known.size()));
+        find_run(group, next, ns, more);
+        const auto found = std::find(more, more + next.count, kNoPage) - more;
+        known.insert(known.end(), more, more + found);
+        if (found < next.count) return;
+    }
+}
+
 int64_t Arena::last_known(int32_t group, const DigestRun& run, uint32_t ns, int64_t begin) const {
     const KeyIndex& index = group_of(group).index;
     const Page* pages = of(class_of(group)).pages.data();
@@ -90,6 +119,7 @@ bool Arena::publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns
     keyed.kept = 0;
     keyed.hits = 0;
     pages[id] = keyed;  // in one piece: bit by bit it would be read and written eight times
+    ++g.appeared;
     if (key == Page::kPending) {
         ++pending_;
         return true;
@@ -145,7 +175,7 @@ bool Arena::take_over(int32_t group, int32_t id, int32_t from, uint32_t tag) {
     old.key = Page::kNone;
     old.rest = 0;
     if (cached) free_page(c, from);  // else a reader outside holds it still
-    ++version_;
+    leave(c, from, ++version_);
     return true;
 }
 
@@ -155,6 +185,7 @@ void Arena::confirm(int32_t group, int32_t id) {
     page.key = Page::kVisible;
     --pending_;
     ++version_;
+    ++group_of(group).appeared;
     if (listener_) listener_->stored(group, id);
 }
 
@@ -176,7 +207,7 @@ void Arena::drop_key(SizeClass& c, int32_t id, uint32_t tag) {
         --pending_;
         return;
     }
-    ++version_;
+    leave(c, id, ++version_);
     if (listener_) listener_->removed(group, page.digest, page.ns);
 }
 

@@ -35,6 +35,9 @@ void Manager::start(Request& r, const Adoption& adoption, Point state, Load* loa
     ++r.run;
     ++holders_;
     r.present.clear();
+    for (auto& known : r.resident) known = {};
+    r.served = {};
+    r.losses = {};
     r.looked_up = false;
     r.granted = adoption.hit;
     r.drafts = 0;

@@ -31,14 +31,24 @@ bool Manager::is_present(const Request& r, int32_t group, int64_t index) const {
     return index < static_cast<int64_t>(bytes.size()) && bytes[static_cast<size_t>(index)];
 }
 
+// Pages of the blocks from the first on that are visible, as far as they go without a gap.
+const std::vector<int32_t>& Manager::resident(const Request& r, int32_t group, int64_t blocks) const {
+    Request::Resident& known = r.resident[static_cast<size_t>(group)];
+    const int64_t count = std::max(blocks, static_cast<int64_t>(known.pages.size()));
+    arena_.follow(group, run_of(r, group, 0, count), r.ns, known.version, &known.pages);
+    known.version = arena_.version();
+    return known.pages;
+}
+
 int64_t Manager::full_hit(const Request& r, int32_t group, int64_t limit, unsigned sources) const {
     const DigestRun run = run_of(r, group, 0, std::min(known_tokens(r), limit) / rules(group).block_tokens);
-    int64_t blocks = 0;
+    int64_t blocks = std::min(static_cast<int64_t>(resident(r, group, run.count).size()), run.count);
     while (true) {
-        blocks += arena_.run_length(group, run, r.ns, blocks, sources & kPending);
         const int64_t before = blocks;
         if (sources & kPresent)
             while (blocks < run.count && is_present(r, group, blocks)) ++blocks;
+        if (blocks > before || sources & kPending)
+            blocks += arena_.run_length(group, run, r.ns, blocks, sources & kPending);
         if (blocks == before) break;
     }
     return blocks * rules(group).block_tokens / grid_ * grid_;
@@ -61,10 +71,19 @@ bool Manager::state_at(const Request& r, int32_t group, int64_t position, unsign
 }
 
 // The highest grid point at or below `from` that every sparse group serves. A missing block rules out every position above
-// its begin that it is not past, so each block is looked at once.
+// its begin that it is not past, so each block is looked at once. What an earlier lookup has ruled out is ruled out as long
+// as no key has appeared.
 int64_t Manager::sparse_hit(const Request& r, int64_t from, unsigned sources) const {
+    const bool alone = !(sources & kPresent) || r.present.empty();
+    Request::Served& before = r.served[sources & kPending ? 1 : 0];
+    uint64_t appeared = 0;
+    for (const int32_t g : states_) appeared += arena_.appeared(g);
+    for (const int32_t g : spans_) appeared += arena_.appeared(g);
+    const bool known = alone && before.upto >= 0 && before.appeared == appeared;
     int64_t hit = from;
     while (hit > 0) {
+        if (known && hit <= before.upto) hit = std::min(hit, before.hit);
+        if (hit == 0) break;
         int64_t next = hit;
         for (const int32_t g : states_)
             if (!state_at(r, g, hit, sources)) {
@@ -85,7 +104,9 @@ int64_t Manager::sparse_hit(const Request& r, int64_t from, unsigned sources) co
         if (next == hit) break;
         hit = next;
     }
-    return std::max<int64_t>(hit, 0);
+    hit = std::max<int64_t>(hit, 0);
+    if (alone) before = {hit, known ? std::max(from, before.upto) : from, appeared};
+    return hit;
 }
 
 Manager::Walk Manager::longest(const Request& r, unsigned sources, int64_t limit) const {
@@ -187,7 +208,14 @@ int32_t Manager::lookup(int64_t handle, const uint8_t* const* present, const int
     out->device_tokens = device.hit;
     out->pending_tokens = std::max(pending.hit, walk.hit);
     out->junction = !full_.empty() && pending.full > pending.hit ? pending.full : 0;
-    attribute_losses(*r, walk, pending, out);
+    // The same find has the same losses: only the first lookup of a request that waits looks for what was evicted.
+    const std::array<int64_t, 6> of = {1 + r->n_tokens, device.hit, walk.hit, walk.full, pending.hit, pending.full};
+    if (of != r->losses.of) {
+        attribute_losses(*r, walk, pending, out);
+        r->losses.of = of;
+        std::copy_n(out->lost, KVC_LOST_CAUSES, r->losses.lost.begin());
+    }
+    std::copy_n(r->losses.lost.begin(), KVC_LOST_CAUSES, out->lost);
     r->looked_up = true;
     r->hit = r->hit_left = walk.hit;
     r->hit_version = arena_.version();

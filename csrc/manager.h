@@ -90,6 +90,7 @@ class Manager final : private KeyListener {
     int64_t reach_of(const Request& r) const { return r.retired ? 0 : hit_limit(r); }
     DigestRun run_of(const Request& r, int32_t group, int64_t begin, int64_t end) const;
     bool is_present(const Request& r, int32_t group, int64_t index) const;
+    const std::vector<int32_t>& resident(const Request& r, int32_t group, int64_t blocks) const;
     int64_t full_hit(const Request& r, int32_t group, int64_t limit, unsigned sources) const;
     bool block_at(const Request& r, int32_t group, int64_t block, unsigned sources) const;
     bool state_at(const Request& r, int32_t group, int64_t position, unsigned sources) const;

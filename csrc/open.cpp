@@ -71,6 +71,7 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
     r.max_tokens = args.max_tokens;
     r.needs = class_needs(args.max_tokens);
     r.intervals.assign(groups_.size(), 0);
+    r.resident.resize(groups_.size());
     for (int64_t i = 0; i < args.n_media; ++i) {
         Media item{args.media[i].offset, args.media[i].length, {}};
         std::memcpy(item.digest.bytes, args.media[i].digest, 32);

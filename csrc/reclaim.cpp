@@ -91,7 +91,7 @@ void Arena::move_page(int32_t size_class, int32_t from, int32_t to) {
     index.move(index.tag(page.digest, page.ns), from, to);
     moves_.push_back({size_class, from, to});
     ++moved_;
-    ++version_;
+    leave(c, from, ++version_);
 }
 
 }  // namespace kvc

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -110,6 +111,25 @@ struct Request {
     // Retention.
     std::vector<int64_t> intervals;  // per group, 0: none
     std::vector<Kept> kept;          // ascending: what the policy named
+
+    // What lookups found, so that the next one does not start anew: a request that waits is asked for in every step.
+    struct Resident {  // of a full group
+        std::vector<int32_t> pages;
+        uint64_t version = 0;
+    };
+    struct
+        Served {  // no position in (hit, upto] had what the sparse groups read, when so many keys had appeared in them
+        int64_t hit = 0;
+        int64_t upto = -1;
+        uint64_t appeared = 0;
+    };
+    struct Losses {
+        std::array<int64_t, 6> of{};  // the walks and tokens that they belong to
+        std::array<int64_t, KVC_LOST_CAUSES> lost{};
+    };
+    mutable std::vector<Resident> resident;  // per group
+    mutable std::array<Served, 2> served;    // visible keys; pending ones too
+    Losses losses;
 
     // The last lookup.
     bool looked_up = false;

@@ -90,7 +90,10 @@ inline int32_t Arena::own_slab(int32_t size_class) {
     }
     SizeClass& c = of(size_class);
     const auto pages = (static_cast<size_t>(s) + 1) * static_cast<size_t>(c.k);
-    if (c.pages.size() < pages) c.pages.resize(pages);
+    if (c.pages.size() < pages) {
+        c.pages.resize(pages);
+        c.left.resize(region_of(static_cast<int32_t>(pages - 1)) + 1);
+    }
     ++c.owned;
     return s;
 }
