@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
+from kvcache.core.values import whole
 from kvcache.presets import deepseek, gemma3, gpt_oss, kimi, llama, minimax, nemotron, qwen3_5
 
 _PRESETS: dict[str, Callable[[int, int], Geometry]] = {
@@ -46,6 +47,7 @@ def preset(name: str, *, block_tokens: int = 128, tp: int = 1) -> Geometry:
     """
     if name not in _PRESETS:
         raise ConfigError(f"there is no preset {name!r}: choose one of {', '.join(names())}")
+    tp, block_tokens = whole(tp, "tp"), whole(block_tokens, "block_tokens")
     if tp < 1:
         raise ConfigError(f"tp is {tp}: the number of tensor-parallel ranks must be above 0")
     return _PRESETS[name](block_tokens, tp)
