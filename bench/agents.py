@@ -13,7 +13,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from kvcache.bench.agents_driver import AgentDriver
-from kvcache.bench.agents_peer import PYTHON_SETTING, PYTHON_VARIABLE, ask_peer, check_peer
+from kvcache.bench.agents_peer import (
+    PYTHON_SETTING,
+    PYTHON_VARIABLE,
+    ask_peer,
+    check_peer,
+    python_advice,
+)
 from kvcache.bench.agents_presets import PRESETS, STATE_BYTES, AgentPreset
 from kvcache.bench.agents_trace import TRACES, AgentRequest, AgentTrace, ideal_hit_tokens
 from kvcache.core.errors import ConfigError
@@ -57,19 +63,18 @@ class AgentsBench:
         if self.peer is None and self.peer_python is not None:
             raise ConfigError("--peer-python without --peer: name the peer, or leave both out")
         if self.peer is not None and not self.python_of_peer:
-            raise ConfigError(
-                f"--peer without {PYTHON_SETTING}: give the Python of an environment that has"
-                f" {self.peer}"
-            )
-        if any(count < 2 for count in self.blocks):
-            raise ConfigError(f"--blocks is {list(self.blocks)}: numbers above 1")
+            raise ConfigError(f"--peer without {PYTHON_SETTING}: {python_advice(self.peer)}")
+        for count in self.blocks:
+            if count < 2:
+                raise ConfigError(f"--blocks is {count}: it must be above 1")
         for name in self.presets or PRESETS:
             grid = PRESETS[name].geometry(self.state_bytes).grid_tokens
-            if any(interval < 0 or interval % grid for interval in self.intervals):
-                raise ConfigError(
-                    f"--interval is {list(self.intervals)}: multiples of {name}'s hit grid of"
-                    f" {grid} tokens"
-                )
+            for interval in self.intervals:
+                if interval < 0 or interval % grid:
+                    raise ConfigError(
+                        f"--interval is {interval}: it must be 0 or a multiple of {name}'s hit grid"
+                        f" of {grid} tokens"
+                    )
 
     @property
     def python_of_peer(self) -> str:

@@ -29,14 +29,26 @@ print(json.dumps({"peer": importlib.util.find_spec(sys.argv[1]) is not None}))
 PROBE_SECONDS = 60.0
 
 
-def check_peer(python: str, module: str) -> None:
+def python_advice(module: str) -> str:
+    """Where a Python that has the peer comes from."""
+    return (
+        f"give the Python of an environment that has {module} (`make conformance` makes one:"
+        " .venv-vllm/bin/python)"
+    )
+
+
+def check_peer(python: str, module: str, *, setting: str = PYTHON_SETTING) -> None:
     """Asks `python` whether it finds the peer's module, without importing it. Under a second.
+
+    Args:
+        python: the program.
+        module: what it must have.
+        setting: what the user gave `python` by.
 
     Raises:
         ConfigError: it cannot be started, is no Python, or has no such module.
     """
-    setting = f"{PYTHON_SETTING} is {python!r}"
-    advice = f"give the Python of an environment that has {module}"
+    setting, advice = f"{setting} is {python!r}", python_advice(module)
     try:
         done = subprocess.run(  # noqa: S603 (the program is the user's own choice)
             [python, "-c", PROBE, module],
@@ -97,8 +109,7 @@ def ask_peer(
             )
         except OSError as error:
             raise ConfigError(
-                f"{PYTHON_SETTING} is {python!r}: {error.strerror or error}: give the Python of an"
-                " environment that has vllm"
+                f"the peer's Python {python!r}: {error.strerror or error}; {python_advice('vllm')}"
             ) from error
         with peer:
             try:
