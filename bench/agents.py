@@ -55,15 +55,17 @@ class AgentsBench:
         _known("--state-bytes", (self.state_bytes,), STATE_BYTES)
         peer_python(self.peer, self.peer_python)
         check_seconds(self.peer_seconds)
-        if any(count < 2 for count in self.blocks):
-            raise ConfigError(f"--blocks is {list(self.blocks)}: numbers above 1")
+        for count in self.blocks:
+            if count < 2:
+                raise ConfigError(f"--blocks is {count}: it must be above 1")
         for name in self.presets or PRESETS:
             grid = PRESETS[name].geometry(self.state_bytes).grid_tokens
-            if any(interval < 0 or interval % grid for interval in self.intervals):
-                raise ConfigError(
-                    f"--interval is {list(self.intervals)}: multiples of {name}'s hit grid of"
-                    f" {grid} tokens"
-                )
+            for interval in self.intervals:
+                if interval < 0 or interval % grid:
+                    raise ConfigError(
+                        f"--interval is {interval}: it must be 0 or a multiple of {name}'s hit grid"
+                        f" of {grid} tokens"
+                    )
 
     @property
     def python_of_peer(self) -> str:

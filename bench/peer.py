@@ -56,9 +56,7 @@ def peer_python(peer: str | None, python: str | None) -> str:
         raise ConfigError(f"--peer is {peer!r}: choose from {', '.join(PEERS)}")
     if found := python or os.environ.get(PYTHON_VARIABLE, ""):
         return found
-    raise ConfigError(
-        f"--peer without {PYTHON_SETTING}: give the Python of an environment that has {peer}"
-    )
+    raise ConfigError(f"--peer without {PYTHON_SETTING}: {python_advice(peer)}")
 
 
 def check_seconds(seconds: float) -> None:
@@ -67,14 +65,26 @@ def check_seconds(seconds: float) -> None:
         raise ConfigError(f"--peer-seconds is {seconds:g}: give a number above 0")
 
 
-def check_peer(python: str, module: str) -> None:
+def python_advice(module: str) -> str:
+    """Where a Python that has the peer comes from."""
+    return (
+        f"give the Python of an environment that has {module} (`make conformance` makes one:"
+        " .venv-vllm/bin/python)"
+    )
+
+
+def check_peer(python: str, module: str, *, setting: str = PYTHON_SETTING) -> None:
     """Asks `python` whether it finds the peer's module, without importing it. Under a second.
+
+    Args:
+        python: the program.
+        module: what it must have.
+        setting: what the user gave `python` by.
 
     Raises:
         ConfigError: it cannot be started, is no Python, or has no such module.
     """
-    setting = f"{PYTHON_SETTING} is {python!r}"
-    advice = f"give the Python of an environment that has {module}"
+    setting, advice = f"{setting} is {python!r}", python_advice(module)
     try:
         done = subprocess.run(  # noqa: S603 (the program is the user's own choice)
             [python, "-c", PROBE, module],

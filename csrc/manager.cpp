@@ -98,9 +98,11 @@ int32_t Manager::table(int64_t handle, int32_t group, int64_t first, int32_t* pa
     const Request* r = find(handle);
     if (!r) return unknown(handle);
     if (const auto status = check_group(group)) return status;
-    if (rules(group).state() || first < 0)
-        return fail(KVC_E_ARGUMENT, "group %d, block %lld: state groups have no block table, others from block 0 on",
-                    group, static_cast<L>(first));
+    if (rules(group).state())
+        return fail(KVC_E_ARGUMENT, "group %d has states and no blocks: use state_plan in place of its block table",
+                    group);
+    if (first < 0)
+        return fail(KVC_E_ARGUMENT, "group %d, block %lld: blocks count from 0", group, static_cast<L>(first));
     *n = 0;
     if (r->tables.empty()) return KVC_OK;
     const Table& table = r->tables[static_cast<size_t>(group)];

@@ -141,12 +141,16 @@ def test_the_verb_writes_one_json_object(capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "message"),
     [
         (["--preset", "gpt"], "--preset is 'gpt': choose from gptoss"),
-        (["--interval", "100"], "multiples of gptoss's hit grid of 16 tokens"),
-        (["--interval", "-16"], "--interval is [-16]"),
+        (
+            ["--interval", "0", "--interval", "5"],
+            "--interval is 5: it must be 0 or a multiple of gptoss's hit grid of 16 tokens",
+        ),
+        (["--interval", "-16"], "--interval is -16: it must be 0 or a multiple"),
         (["--peer", "vllm"], "--peer without --peer-python (or KVCACHE_PEER_PYTHON)"),
+        (["--peer", "vllm"], "`make conformance` makes one: .venv-vllm/bin/python"),
         (["--peer", "vllm", "--peer-python", ""], "--peer without --peer-python"),
         (["--peer-python", "x"], "--peer-python without --peer"),
-        (["--blocks", "1"], "--blocks is [1]"),
+        (["--blocks", "99", "--blocks", "0"], "--blocks is 0: it must be above 1"),
         (["--model", "tiny"], "--model is an option of `bench engine`"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvcache.bench.sizing import boundary_bytes, bytes_per_token, window_bytes_per_token
@@ -230,3 +232,10 @@ def test_sizes_that_do_not_work_are_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         preset(name, **arguments)
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, None, True])
+@pytest.mark.parametrize("setting", ["tp", "block_tokens"])
+def test_sizes_of_a_preset_are_whole_numbers(setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} is .*: it must be a whole number"):
+        preset("kimi-k3", **{setting: value})
