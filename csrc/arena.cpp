@@ -32,7 +32,7 @@ Arena::Arena(int64_t slabs, std::vector<int32_t> pages_per_slab, std::vector<int
 bool Arena::contains(int32_t group, int64_t page) const {
     const SizeClass& c = of(class_of(group));
     if (page < 0 || page >= static_cast<int64_t>(c.pages.size())) return false;
-    return slab(slab_of(c, static_cast<int32_t>(page))).owner == class_of(group);
+    return owner(slab_of(c, static_cast<int32_t>(page))) == class_of(group);
 }
 
 // All that there can be, where that is not too much: it takes memory only as it is written, and never moves. Else twice as
@@ -52,8 +52,7 @@ void Arena::reserve(std::span<const int64_t> pages_of_class, std::span<const int
         slabs += slabs_for(of(c), pages_of_class[static_cast<size_t>(c)]);
     }
     const int64_t created = std::min(created_slabs() + slabs, most_slabs_);
-    make_room(slabs_, created, most_slabs_);
-    if (!plain()) make_room(fillings_, created, most_slabs_);
+    if (!plain()) make_room(slabs_, created, most_slabs_);
     for (int32_t c = 0; c < classes(); ++c)
         if (pages_of_class[static_cast<size_t>(c)]) {
             make_room(of(c).pages, created * of(c).k, most_slabs_ * of(c).k);
@@ -112,7 +111,7 @@ void Arena::unlink(SizeClass& c, int32_t id) {
 void Arena::warm(SizeClass& c, int32_t id) {
     const Page& page = page_in(c, id);
     if (page.list != 1 + kLru) return;
-    Filling& s = filling(slab_of(c, id));
+    Slab& s = slab(slab_of(c, id));
     if (movable_) {
         s.heat += page.age;
     } else if (page.age >= s.heat) {
@@ -124,17 +123,17 @@ void Arena::warm(SizeClass& c, int32_t id) {
 void Arena::cool(SizeClass& c, int32_t id) {
     const Page& page = page_in(c, id);
     if (page.list != 1 + kLru) return;
-    Filling& s = filling(slab_of(c, id));
+    Slab& s = slab(slab_of(c, id));
     if (movable_) s.heat -= page.age;
     else if (page.age == s.heat) s.stale = true;
 }
 
 void Arena::hold_in_slab(SizeClass& c, int32_t id) {
-    if (filling(slab_of(c, id)).held++ == 0) --c.idle_many;
+    if (slab(slab_of(c, id)).held++ == 0) --c.idle_many;
 }
 
 void Arena::unhold_in_slab(SizeClass& c, int32_t id) {
-    if (--filling(slab_of(c, id)).held == 0) ++c.idle_many;
+    if (--slab(slab_of(c, id)).held == 0) ++c.idle_many;
 }
 
 // ---- references -----------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class Arena {
 
     // ---- counts
     int64_t slabs() const { return most_slabs_; }  // bound T
-    int64_t created_slabs() const { return static_cast<int64_t>(slabs_.size()); }
+    int64_t created_slabs() const { return std::ssize(slabs_) + (plain() ? std::ssize(classes_[0].pages) : 0); }
     int64_t empty_slabs() const { return empty_; }  // created, owned by no class
     int64_t owned_slabs(int32_t size_class) const { return of(size_class).owned; }
     int64_t free_pages(int32_t size_class) const { return of(size_class).free; }        // in owned slabs
@@ -221,24 +221,22 @@ class Arena {
         // Slabs that can be reclaimed.
         int64_t idle() const { return k == 1 ? cached() : idle_many; }
     };
+    // An arena of single pages of one class has none: pages take no memory from each other, so there is nothing to know. A
+    // class with k = 1 has no use for held, heat and stale: its pages tell all, and are one cache line each.
     struct Slab {
-        int32_t next = kNoSlab;    // in the list of equally full ones, or in the stack of empty ones
-        int16_t owner = kNoClass;  // class
-    };
-    static_assert(sizeof(Slab) == 8);
-    // What lies in a slab. An arena of single pages has no use for it. A class with k = 1 has none for held, heat and stale:
-    // its pages tell all, and are one cache line each.
-    struct Filling {
         uint64_t heat = 0;  // movable: sum of the ages of its LRU-list pages; else the highest of them
         int32_t used = 0;   // held and cached pages
         int32_t held = 0;
         int32_t fresh = 0;           // slots from this one on were not given out since the class got the slab
         int32_t freed = kNoPage;     // the free ones before it: a stack through Page::next
-        int32_t previous = kNoSlab;  // slab in the list of equally full ones
+        int32_t previous = kNoSlab;  // slabs, in the list of equally full ones
+        int32_t next = kNoSlab;      // or in the stack of empty ones
         int32_t mine = 0;            // pages of the guaranteed request, if the epoch is its
         uint32_t epoch = 0;
-        bool stale = false;  // not movable: the page that made the heat has gone
+        int16_t owner = kNoClass;  // class
+        bool stale = false;        // not movable: the page that made the heat has gone
     };
+    static_assert(sizeof(Slab) == 48);
     struct Group {
         int32_t size_class;
         KeyIndex index;
@@ -263,15 +261,20 @@ class Arena {
     static const Page& page_in(const SizeClass& c, int32_t id) { return c.pages[static_cast<size_t>(id)]; }
     Slab& slab(int32_t s) { return slabs_[static_cast<size_t>(s)]; }
     const Slab& slab(int32_t s) const { return slabs_[static_cast<size_t>(s)]; }
-    Filling& filling(int32_t s) { return fillings_[static_cast<size_t>(s)]; }
-    const Filling& filling(int32_t s) const { return fillings_[static_cast<size_t>(s)]; }
-    // One class, one page in a slab: pages take no memory from each other, so there is nothing to know of slabs.
+    // One class, one page in a slab: no slabs_, and in the stack of empty ones Page::next leads to the next.
     bool plain() const { return most_per_slab_ == 1 && classes_.size() == 1; }
+    int32_t& next_empty(int32_t s) { return plain() ? page_in(classes_[0], s).next : slab(s).next; }
+    int32_t next_empty(int32_t s) const { return plain() ? page_in(classes_[0], s).next : slab(s).next; }
+    int16_t owner(int32_t s) const {
+        if (!plain()) return slab(s).owner;
+        const Page& page = page_in(classes_[0], s);
+        return page.refs || page.list ? 0 : kNoClass;
+    }
     static int32_t slab_of(const SizeClass& c, int32_t id) { return c.k == 1 ? id : id / c.k; }
     int32_t classes() const { return static_cast<int32_t>(classes_.size()); }
     int64_t uncreated() const { return most_slabs_ - created_slabs(); }
     static int64_t slabs_for(const SizeClass& c, int64_t n) { return (n + c.k - 1) / c.k; }
-    int32_t mine_in(const Filling& s) const { return s.epoch == epoch_ ? s.mine : 0; }
+    int32_t mine_in(const Slab& s) const { return s.epoch == epoch_ ? s.mine : 0; }
 
     // arena_keys.cpp
     static constexpr int32_t kRegion = 64;
@@ -315,8 +318,8 @@ class Arena {
     int64_t left_alone(const SizeClass& c) const;
     void foresee(const SizeClass& c, int64_t n) const;
     void push_empty(int32_t s) {
-        slab(s).owner = kNoClass;
-        slab(s).next = first_empty_;
+        if (!plain()) slab(s).owner = kNoClass;
+        next_empty(s) = first_empty_;
         first_empty_ = s;
         ++empty_;
     }
@@ -362,8 +365,7 @@ class Arena {
     KeyListener* listener_;
     std::vector<SizeClass> classes_;
     std::vector<Group> groups_;
-    LargeVector<Slab> slabs_;        // created ones
-    LargeVector<Filling> fillings_;  // ... unless plain()
+    LargeVector<Slab> slabs_;  // created ones, unless plain()
     int32_t first_empty_ = kNoSlab;
     int64_t empty_ = 0;
     int32_t most_per_slab_ = 1;

@@ -24,10 +24,10 @@ const char* Arena::check_slabs(int32_t size_class) const {
     const SizeClass& c = of(size_class);
     int64_t owned = 0, partial = 0, listed = 0, idle = 0, pinned = 0, free = 0;
     for (int32_t i = 0; i < static_cast<int32_t>(created_slabs()); ++i) {
-        if (slab(i).owner != size_class) continue;
+        if (owner(i) != size_class) continue;
         ++owned;
         if (plain()) continue;
-        const Filling& s = filling(i);
+        const Slab& s = slab(i);
         partial += s.used < c.k;
         free += c.k - s.used;
         idle += s.used > 0 && s.held == 0;
@@ -41,8 +41,8 @@ const char* Arena::check_slabs(int32_t size_class) const {
         if (bit != (c.partial[used] != kNoSlab)) return "the bits of the partial slabs are wrong";
         int32_t previous = kNoSlab;
         for (int32_t s = c.partial[used]; s != kNoSlab; previous = s, s = slab(s).next, ++listed)
-            if (slab(s).owner != size_class || filling(s).used != static_cast<int32_t>(used) ||
-                filling(s).previous != previous || listed > partial)
+            if (slab(s).owner != size_class || slab(s).used != static_cast<int32_t>(used) ||
+                slab(s).previous != previous || listed > partial)
                 return "a list of partial slabs is broken";
     }
     if (owned != c.owned) return "the count of a class's slabs differs from the slabs";
@@ -58,7 +58,7 @@ const char* Arena::check_pages(int32_t size_class) const {
     const SizeClass& c = of(size_class);
     int64_t all_held = 0, all_listed = 0;
     for (int32_t s = 0; static_cast<size_t>(s + 1) * static_cast<size_t>(c.k) <= c.pages.size(); ++s) {
-        const bool owned = slab(s).owner == size_class;
+        const bool owned = owner(s) == size_class;
         int32_t held = 0, listed = 0;
         uint64_t sum = 0;
         for (int32_t id = s * c.k; id < (s + 1) * c.k; ++id) {
@@ -79,17 +79,17 @@ const char* Arena::check_pages(int32_t size_class) const {
         all_listed += listed;
         if (owned && plain() && held + listed != 1) return "a page is neither free, held nor cached";
         if (!owned || plain()) continue;
-        if (held + listed != filling(s).used) return "pages are lost: held + cached differs from the slab's count";
-        if (held < mine_in(filling(s)) && held == 0) return "the guaranteed request has a slab without a held page";
+        if (held + listed != slab(s).used) return "pages are lost: held + cached differs from the slab's count";
+        if (held < mine_in(slab(s)) && held == 0) return "the guaranteed request has a slab without a held page";
         int32_t freed = 0;
-        for (int32_t id = filling(s).freed; id != kNoPage; id = page_in(c, id).next, ++freed)
-            if (slab_of(c, id) != s || id - s * c.k >= filling(s).fresh || page_in(c, id).refs || page_in(c, id).list ||
+        for (int32_t id = slab(s).freed; id != kNoPage; id = page_in(c, id).next, ++freed)
+            if (slab_of(c, id) != s || id - s * c.k >= slab(s).fresh || page_in(c, id).refs || page_in(c, id).list ||
                 freed > c.k)
                 return "a page is free twice, or in use";
-        if (freed + c.k - filling(s).fresh + filling(s).used != c.k) return "a slab's free pages are lost";
+        if (freed + c.k - slab(s).fresh + slab(s).used != c.k) return "a slab's free pages are lost";
         if (c.k == 1) continue;
-        if (held != filling(s).held) return "the held pages of a slab are miscounted";
-        if (movable_ ? filling(s).heat != sum : !filling(s).stale && filling(s).heat != newest_in(c, s))
+        if (held != slab(s).held) return "the held pages of a slab are miscounted";
+        if (movable_ ? slab(s).heat != sum : !slab(s).stale && slab(s).heat != newest_in(c, s))
             return "the heat of a slab differs from its pages";
     }
     if (all_held != c.held()) return "the held pages of a class are miscounted";
@@ -129,8 +129,8 @@ const char* Arena::check_totals() const {
         keys += group.index.count();
         evictions += group.evictions;
     }
-    for (int32_t s = first_empty_; s != kNoSlab && empty <= empty_; s = slab(s).next, ++empty)
-        if (slab(s).owner != kNoClass) return "an empty slab has an owner";
+    for (int32_t s = first_empty_; s != kNoSlab && empty <= empty_; s = next_empty(s), ++empty)
+        if (owner(s) != kNoClass) return "an empty slab has an owner";
     if (empty != empty_) return "the count of empty slabs differs from their list";
     if (owned + empty_ != created_slabs()) return "slabs are lost: owned + empty differs from created";
     if (created_slabs() > most_slabs_) return "there are more slabs than allowed";

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 
 #include "large_vector.h"
@@ -15,8 +14,8 @@ class EvictedKeys {
     // Makes the table, once, for an arena of so many pages. Without it nothing is remembered.
     void prepare(int64_t pages) {
         if (hashes_.size()) return;
-        const size_t places = static_cast<size_t>(std::clamp<int64_t>(pages, 1, int64_t{1} << 40)) * kWays;
-        hashes_ = ZeroedArray<uint64_t>(std::clamp(std::bit_ceil(places), kFewest, kMost));
+        const size_t places = static_cast<size_t>(std::clamp<int64_t>(pages, 1, int64_t{1} << 40)) / 4 * 3;
+        hashes_ = ZeroedArray<uint64_t>(std::clamp(places, kFewest, kMost) / kWays * kWays);
     }
     void add(uint64_t hash) {
         if (!hashes_.size()) return;
@@ -43,7 +42,7 @@ class EvictedKeys {
     static constexpr size_t kFewest = size_t{1} << 14;
     static constexpr size_t kMost = size_t{1} << 22;
 
-    size_t first(uint64_t hash) const { return ((hash >> 32) & (hashes_.size() / kWays - 1)) * kWays; }
+    size_t first(uint64_t hash) const { return ((hash >> 32) * (hashes_.size() / kWays) >> 32) * kWays; }
 
     ZeroedArray<uint64_t> hashes_;
 };

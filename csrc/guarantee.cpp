@@ -7,7 +7,7 @@ namespace kvc {
 
 void Arena::guarantee(std::span<const int64_t> needs) {
     if (++epoch_ == 0) {  // come round: no mark may look new
-        for (Filling& s : fillings_) s.mine = 0;
+        for (Slab& s : slabs_) s.mine = 0;
         epoch_ = 1;
     }
     for (size_t i = 0; i < classes_.size(); ++i) {
@@ -20,7 +20,7 @@ void Arena::guarantee(std::span<const int64_t> needs) {
 void Arena::mine(int32_t group, int32_t id, int32_t change) {
     if (plain()) return;
     SizeClass& c = of(class_of(group));
-    Filling& s = filling(slab_of(c, id));
+    Slab& s = slab(slab_of(c, id));
     const int32_t before = mine_in(s);
     s.epoch = epoch_;
     s.mine = before + change;
@@ -50,7 +50,7 @@ int64_t Arena::lacking_slabs(int32_t size_class, int64_t n) const {
     const SizeClass& c = of(size_class);
     if (n == 0) return 0;
     for (int32_t s = 0; c.k > 1 && s < static_cast<int32_t>(created_slabs()); ++s)
-        if (slab(s).owner == size_class && mine_in(filling(s)) > 0) n -= c.k - filling(s).held;
+        if (slab(s).owner == size_class && mine_in(slab(s)) > 0) n -= c.k - slab(s).held;
     return slabs_for(c, std::max<int64_t>(n, 0));
 }
 
@@ -105,13 +105,13 @@ int32_t Arena::take_own(int32_t size_class) {
     SizeClass& c = of(size_class);
     if (c.k == 1) return kNoPage;
     for (; c.mine_slab < static_cast<int32_t>(created_slabs()); ++c.mine_slab) {
-        const Filling& s = filling(c.mine_slab);
+        const Slab& s = slab(c.mine_slab);
         if (slab(c.mine_slab).owner == size_class && s.used < c.k && mine_in(s) > 0) return take_from(c, c.mine_slab);
     }
     while (c.mine_page != kNoPage) {
         const int32_t id = c.mine_page;
         c.mine_page = after(c, id);
-        if (mine_in(filling(slab_of(c, id))) == 0) continue;
+        if (mine_in(slab(slab_of(c, id))) == 0) continue;
         evict(c, id);
         return id;
     }

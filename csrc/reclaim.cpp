@@ -8,7 +8,7 @@ namespace kvc {
 uint64_t Arena::newest_in(const SizeClass& c, int32_t s) const {
     uint64_t newest = 0;
     const int32_t first = s * c.k;
-    for (int32_t id = first; id < first + filling(s).fresh; ++id)
+    for (int32_t id = first; id < first + slab(s).fresh; ++id)
         if (page_in(c, id).list == 1 + kLru) newest = std::max<uint64_t>(newest, page_in(c, id).age);
     return newest;
 }
@@ -21,14 +21,14 @@ int32_t Arena::slab_to_reclaim(int32_t size_class) {
     if (c.k == 1) return coldest(c);
     int32_t best = kNoSlab;
     for (int32_t s = 0; s < static_cast<int32_t>(created_slabs()); ++s) {
-        Filling& candidate = filling(s);
+        Slab& candidate = slab(s);
         if (slab(s).owner != size_class || candidate.held || !candidate.used) continue;
         if (candidate.stale) {
             candidate.heat = newest_in(c, s);
             candidate.stale = false;
         }
-        if (best == kNoSlab || candidate.heat < filling(best).heat ||
-            (candidate.heat == filling(best).heat && candidate.used < filling(best).used))
+        if (best == kNoSlab || candidate.heat < slab(best).heat ||
+            (candidate.heat == slab(best).heat && candidate.used < slab(best).used))
             best = s;
     }
     return best;
@@ -39,10 +39,10 @@ int32_t Arena::slab_to_reclaim(int32_t size_class) {
 void Arena::reclaim(int32_t size_class) {
     SizeClass& c = of(size_class);
     const int32_t s = slab_to_reclaim(size_class);
-    const int32_t used = filling(s).used;
+    const int32_t used = slab(s).used;
     if (used < c.k) unlist_partial(c, s);
     leaving_.clear();
-    for (int32_t id = s * c.k; id < s * c.k + filling(s).fresh; ++id)
+    for (int32_t id = s * c.k; id < s * c.k + slab(s).fresh; ++id)
         if (page_in(c, id).list) leaving_.push_back(id);
     std::sort(leaving_.begin(), leaving_.end(),
               [&c](int32_t a, int32_t b) { return rank(page_in(c, a)) > rank(page_in(c, b)); });
@@ -69,7 +69,7 @@ void Arena::reclaim(int32_t size_class) {
     c.free -= c.k - used;
     --c.owned;
     if (c.k > 1) --c.idle_many;
-    filling(s).used = 0;
+    slab(s).used = 0;
     push_empty(s);
     ++reclaimed_;
     reset_own_cursors();

@@ -10,19 +10,19 @@ namespace kvc {
 // ---- partial slabs, by used pages -----------------------------------------------------------------------------------
 
 void Arena::list_partial(SizeClass& c, int32_t s) {
-    const auto used = static_cast<size_t>(filling(s).used);
+    const auto used = static_cast<size_t>(slab(s).used);
     int32_t& first = c.partial[used];
-    filling(s).previous = kNoSlab;
+    slab(s).previous = kNoSlab;
     slab(s).next = first;
-    if (first != kNoSlab) filling(first).previous = s;
+    if (first != kNoSlab) slab(first).previous = s;
     first = s;
     c.nonempty[used / 64] |= uint64_t{1} << (used % 64);
 }
 
 void Arena::unlist_partial(SizeClass& c, int32_t s) {
-    const auto used = static_cast<size_t>(filling(s).used);
-    const int32_t previous = filling(s).previous, next = slab(s).next;
-    if (next != kNoSlab) filling(next).previous = previous;
+    const auto used = static_cast<size_t>(slab(s).used);
+    const int32_t previous = slab(s).previous, next = slab(s).next;
+    if (next != kNoSlab) slab(next).previous = previous;
     if (previous != kNoSlab) {
         slab(previous).next = next;
         return;
@@ -41,7 +41,7 @@ int32_t Arena::fullest(const SizeClass& c) const {
 // A free page of the slab is used from now on. The caller gives it a reference or a cached page's content.
 int32_t Arena::take_from(SizeClass& c, int32_t s) {
     unlist_partial(c, s);
-    Filling& from = filling(s);
+    Slab& from = slab(s);
     int32_t id = from.freed;
     if (id != kNoPage) from.freed = page_in(c, id).next;
     else id = s * c.k + from.fresh++;
@@ -55,12 +55,12 @@ int32_t Arena::take_from(SizeClass& c, int32_t s) {
 void Arena::free_page(SizeClass& c, int32_t id) {
     const int32_t s = slab_of(c, id);
     if (c.k == 1) {
-        if (!plain()) filling(s).used = 0;
+        if (!plain()) slab(s).used = 0;
         --c.owned;
         push_empty(s);
         return;
     }
-    Filling& from = filling(s);
+    Slab& from = slab(s);
     if (from.used < c.k) unlist_partial(c, s);
     page_in(c, id).next = from.freed;
     from.freed = id;
@@ -81,12 +81,11 @@ void Arena::free_page(SizeClass& c, int32_t id) {
 inline int32_t Arena::own_slab(int32_t size_class) {
     int32_t s = first_empty_;
     if (s != kNoSlab) {
-        first_empty_ = slab(s).next;
+        first_empty_ = next_empty(s);
         --empty_;
     } else {
         s = static_cast<int32_t>(created_slabs());
-        slabs_.emplace_back();
-        if (!plain()) fillings_.emplace_back();
+        if (!plain()) slabs_.emplace_back();
     }
     SizeClass& c = of(size_class);
     const auto pages = (static_cast<size_t>(s) + 1) * static_cast<size_t>(c.k);
@@ -101,8 +100,7 @@ inline int32_t Arena::own_slab(int32_t size_class) {
 // All its pages are free.
 int32_t Arena::give_slab(int32_t size_class) {
     const int32_t s = own_slab(size_class);
-    slab(s).owner = static_cast<int16_t>(size_class);
-    filling(s) = {};
+    slab(s) = Slab{.owner = static_cast<int16_t>(size_class)};
     of(size_class).free += of(size_class).k;
     list_partial(of(size_class), s);
     return s;
@@ -113,9 +111,9 @@ int32_t Arena::take_new(int32_t size_class) {
     SizeClass& c = of(size_class);
     if (c.k > 1) return take_from(c, give_slab(size_class));
     const int32_t s = own_slab(size_class);
-    slab(s).owner = static_cast<int16_t>(size_class);
     if (plain()) return s;
-    Filling& only = filling(s);  // of one page: what else it says stays unread, but for `mine`, which is 0
+    Slab& only = slab(s);  // of one page: what else it says stays unread, but for `mine`, which is 0
+    only.owner = static_cast<int16_t>(size_class);
     only.used = only.fresh = 1;
     only.freed = kNoPage;
     return s;
@@ -171,8 +169,8 @@ bool Arena::secure(std::span<const int64_t> n) {
 
 // So that the slab that was given first is taken first: pages of one take then tend to lie side by side.
 void Arena::reverse_unused(SizeClass& c) {
-    for (int32_t s = c.partial[0]; s != kNoSlab; s = filling(s).previous) {
-        std::swap(filling(s).previous, slab(s).next);
+    for (int32_t s = c.partial[0]; s != kNoSlab; s = slab(s).previous) {
+        std::swap(slab(s).previous, slab(s).next);
         c.partial[0] = s;
     }
 }
