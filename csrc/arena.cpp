@@ -58,6 +58,10 @@ void Arena::reserve(std::span<const int64_t> pages_of_class, std::span<const int
             make_room(of(c).pages, created * of(c).k, most_slabs_ * of(c).k);
             make_room(of(c).left, created * of(c).k / kRegion + 1, most_slabs_ * of(c).k / kRegion + 1);
         }
+    for (Group& group : groups_) {  // keys may come to lie on pages that are made now
+        const SizeClass& c = of(group.size_class);
+        group.index.reserve(c.pages.data(), std::min(created * c.k, most_slabs_ * c.k), 0);
+    }
     for (int32_t g = 0; g < static_cast<int32_t>(keys_of_group.size()); ++g) {
         reserve_keys(g, keys_of_group[static_cast<size_t>(g)]);
         keys += keys_of_group[static_cast<size_t>(g)];
@@ -75,7 +79,8 @@ void Arena::prepare_to_evict() {
 }
 
 void Arena::reserve_keys(int32_t group, int64_t keys, size_t namespaces) {
-    group_of(group).index.reserve(keys);
+    const SizeClass& c = of(class_of(group));
+    group_of(group).index.reserve(c.pages.data(), std::ssize(c.pages), keys);
     namespaces_.reserve(namespaces);
 }
 

@@ -119,7 +119,9 @@ class Arena {
     // Invalidates references to pages.
     void reserve(std::span<const int64_t> pages_of_class, std::span<const int64_t> keys_of_group);
     void reserve_keys(int32_t group, int64_t keys, size_t namespaces = 1);
-    bool has_room(int32_t group, int64_t keys) const { return group_of(group).index.has_room(keys); }
+    bool has_room(int32_t group, int64_t keys) const {
+        return group_of(group).index.has_room(std::ssize(of(class_of(group)).pages), keys);
+    }
 
     // ---- references
     void acquire(int32_t group, int32_t id);  // one more
@@ -282,11 +284,11 @@ class Arena {
     static void leave(SizeClass& c, int32_t id, uint64_t version) { c.left[region_of(id)] = version; }
     static constexpr size_t kInFlight = 16;  // pages of a run whose lines are on their way: hides DRAM behind 15 others
     bool publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key,
-                 uint32_t tag);
+                 uint64_t hash);
     void drop_key(SizeClass& c, int32_t id);
-    void drop_key(SizeClass& c, int32_t id, uint32_t tag);
+    void drop_key(SizeClass& c, int32_t id, uint64_t hash);
     void evict(SizeClass& c, int32_t id);
-    bool take_over(int32_t group, int32_t id, int32_t from, uint32_t tag);
+    bool take_over(int32_t group, int32_t id, int32_t from, uint64_t hash);
     template <typename Chosen>
     void forget_if(Chosen&& chosen);
 

@@ -8,7 +8,7 @@ namespace kvc {
 
 int32_t Arena::find(int32_t group, const Digest& digest, uint32_t ns) const {
     const Group& g = group_of(group);
-    return g.index.find(of(g.size_class).pages.data(), digest, ns);
+    return g.index.find(of(g.size_class).pages.data(), digest, ns, g.index.hash(digest, ns));
 }
 
 int64_t Arena::run_length(int32_t group, const DigestRun& run, uint32_t ns, int64_t begin, bool allow_pending) const {
@@ -19,14 +19,14 @@ int64_t Arena::run_length(int32_t group, const DigestRun& run, uint32_t ns, int6
 void Arena::find_run(int32_t group, const DigestRun& run, uint32_t ns, int32_t* ids) const {
     const KeyIndex& index = group_of(group).index;
     const Page* pages = of(class_of(group)).pages.data();
-    uint32_t tags[kInFlight];
+    uint64_t hashes[kInFlight];
     constexpr int64_t batch = kInFlight;
     for (int64_t base = 0; base < run.count; base += batch) {
         const int64_t n = std::min(batch, run.count - base);
-        for (int64_t i = 0; i < n; ++i) index.prefetch(tags[i] = index.tag(run.at(base + i), ns));
-        for (int64_t i = 0; i < n; ++i) index.prefetch(pages, tags[i]);
+        for (int64_t i = 0; i < n; ++i) index.prefetch(hashes[i] = index.hash(run.at(base + i), ns));
+        for (int64_t i = 0; i < n; ++i) index.prefetch(pages, hashes[i]);
         for (int64_t i = 0; i < n; ++i) {
-            const int32_t id = index.find(pages, run.at(base + i), ns, tags[i]);
+            const int32_t id = index.find(pages, run.at(base + i), ns, hashes[i]);
             ids[base + i] = id != kNoPage && pages[id].key == Page::kVisible ? id : kNoPage;
         }
     }
@@ -45,7 +45,7 @@ void Arena::follow(int32_t group, const DigestRun& run, uint32_t ns, uint64_t ve
         if (page.key == Page::kVisible && static_cast<int32_t>(page.group) == group && page.ns == ns &&
             page.digest == digest)
             continue;
-        known[i] = index.find(pages, digest, ns);  // it may have changed its page
+        known[i] = index.find(pages, digest, ns, index.hash(digest, ns));  // it may have changed its page
         if (known[i] == kNoPage || pages[known[i]].key != Page::kVisible) known.resize(i);
     }
     int32_t more[kInFlight];
@@ -70,12 +70,12 @@ int64_t Arena::last_known(int32_t group, const DigestRun& run, uint32_t ns, int6
         const int64_t n = std::min(batch, end - begin);
         for (int64_t i = 0; i < n; ++i) {
             hashes[i] = index.hash(run.at(end - 1 - i), ns);
-            index.prefetch(static_cast<uint32_t>(hashes[i]));
+            index.prefetch(hashes[i]);
             ghosts_.prefetch(hashes[i]);
         }
         for (int64_t i = 0; i < n; ++i) {
             if (ghosts_.contains(hashes[i])) return end - i;
-            const int32_t id = index.find(pages, run.at(end - 1 - i), ns, static_cast<uint32_t>(hashes[i]));
+            const int32_t id = index.find(pages, run.at(end - 1 - i), ns, hashes[i]);
             if (id != kNoPage && pages[id].key == Page::kVisible) return end - i;
         }
     }
@@ -93,22 +93,22 @@ void Arena::present(int32_t group, const DigestRun& run, uint32_t ns, uint8_t* o
 
 bool Arena::publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key) {
     reserve_keys(group, 1);  // what can fail comes before what changes
-    return publish(group, id, digest, ns, end, key, group_of(group).index.tag(digest, ns));
+    return publish(group, id, digest, ns, end, key, group_of(group).index.hash(digest, ns));
 }
 
 bool Arena::publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key,
-                    uint32_t tag) {
+                    uint64_t hash) {
     assert(page(group, id).key == Page::kNone && page(group, id).refs > 0);
     Group& g = group_of(group);
     Page* pages = of(g.size_class).pages.data();
-    const int32_t other = g.index.find_or_insert(pages, digest, ns, tag, id);
+    const int32_t other = g.index.find(pages, digest, ns, hash);
     if (other != kNoPage) {
         if (key == Page::kPending) return false;
         if (pages[other].key == Page::kVisible)
-            return pages[other].refs == static_cast<int32_t>(pages[other].pins) && take_over(group, id, other, tag);
+            return pages[other].refs == static_cast<int32_t>(pages[other].pins) && take_over(group, id, other, hash);
         unpublish(group, other);  // bytes that are there win over bytes that are still being written
-        g.index.find_or_insert(pages, digest, ns, tag, id);
     }
+    g.index.insert(hash, id);
     namespaces_.add(ns);
     Page keyed = pages[id];
     keyed.digest = digest;
@@ -133,13 +133,13 @@ int64_t Arena::key_run(int32_t group, const int32_t* ids, const DigestRun& run, 
                        int64_t block_tokens, Page::Key key) {
     const KeyIndex& index = group_of(group).index;
     const Page* pages = of(class_of(group)).pages.data();
-    uint32_t tags[kInFlight];
+    uint64_t hashes[kInFlight];
     constexpr int64_t ahead = kInFlight;
     const bool fresh = key == Page::kPending;  // otherwise nearly all have their key, and are confirmed
     auto prepare = [&](int64_t i) {
         __builtin_prefetch(pages + ids[i], 1);
         if (!fresh) return;
-        index.prefetch(tags[i % ahead] = index.tag(run.at(i), ns));
+        index.prefetch(hashes[i % ahead] = index.hash(run.at(i), ns));
     };
     int64_t without = 0;
     for (int64_t i = 0; i < std::min(run.count, ahead); ++i) prepare(i);
@@ -147,8 +147,8 @@ int64_t Arena::key_run(int32_t group, const int32_t* ids, const DigestRun& run, 
         const int32_t id = ids[i];
         if (pages[id].key == Page::kNone) {
             const Digest digest = run.at(i);
-            const uint32_t tag = fresh ? tags[i % ahead] : index.tag(digest, ns);
-            without += !publish(group, id, digest, ns, begin + (i + 1) * block_tokens, key, tag);
+            const uint64_t hash = fresh ? hashes[i % ahead] : index.hash(digest, ns);
+            without += !publish(group, id, digest, ns, begin + (i + 1) * block_tokens, key, hash);
         } else if (pages[id].key == Page::kPending && !fresh) {
             confirm(group, id);
         }
@@ -159,7 +159,7 @@ int64_t Arena::key_run(int32_t group, const int32_t* ids, const DigestRun& run, 
 
 // The key of a page that nobody holds but readers outside goes on to a held page with the same bytes, which was used later.
 // Nobody is told: the key was there before and is there now.
-bool Arena::take_over(int32_t group, int32_t id, int32_t from, uint32_t tag) {
+bool Arena::take_over(int32_t group, int32_t id, int32_t from, uint64_t hash) {
     SizeClass& c = of(class_of(group));
     Page& old = page_in(c, from);
     const bool cached = old.list != 0;
@@ -171,7 +171,7 @@ bool Arena::take_over(int32_t group, int32_t id, int32_t from, uint32_t tag) {
     keyed.pins = held.pins;
     keyed.refs = held.refs;
     page_in(c, id) = keyed;
-    group_of(group).index.move(tag, from, id);
+    group_of(group).index.move(hash, from, id);
     old.key = Page::kNone;
     old.rest = 0;
     if (cached) free_page(c, from);  // else a reader outside holds it still
@@ -193,13 +193,13 @@ void Arena::confirm(int32_t group, int32_t id) {
 void Arena::drop_key(SizeClass& c, int32_t id) {
     const Page& page = page_in(c, id);
     const KeyIndex& index = group_of(static_cast<int32_t>(page.group)).index;
-    drop_key(c, id, index.tag(page.digest, page.ns));
+    drop_key(c, id, index.hash(page.digest, page.ns));
 }
 
-void Arena::drop_key(SizeClass& c, int32_t id, uint32_t tag) {
+void Arena::drop_key(SizeClass& c, int32_t id, uint64_t hash) {
     Page& page = page_in(c, id);
     const auto group = static_cast<int32_t>(page.group);
-    group_of(group).index.erase(tag, id);
+    group_of(group).index.erase(hash, id);
     namespaces_.remove(page.ns);
     const bool visible = page.key == Page::kVisible;
     page.key = Page::kNone;
@@ -220,7 +220,7 @@ void Arena::evict(SizeClass& c, int32_t id) {
     ++group.evictions;
     ++evictions_;
     unlink(c, id);
-    drop_key(c, id, static_cast<uint32_t>(hash));
+    drop_key(c, id, hash);
 }
 
 void Arena::unpublish(int32_t group, int32_t id) {

@@ -88,7 +88,7 @@ void Arena::move_page(int32_t size_class, int32_t from, int32_t to) {
     (page.next == kNoPage ? head.last : page_in(c, page.next).previous) = to;
     warm(c, to);
     KeyIndex& index = group_of(static_cast<int32_t>(page.group)).index;
-    index.move(index.tag(page.digest, page.ns), from, to);
+    index.move(index.hash(page.digest, page.ns), from, to);
     moves_.push_back({size_class, from, to});
     ++moved_;
     leave(c, from, ++version_);

@@ -245,7 +245,7 @@ void Arena::foresee(const SizeClass& c, int64_t n) const {
         const Page& page = page_in(c, id);
         const KeyIndex& index = group_of(static_cast<int32_t>(page.group)).index;
         const uint64_t hash = index.hash(page.digest, page.ns);
-        index.prefetch(static_cast<uint32_t>(hash));
+        index.prefetch(hash);
         ghosts_.prefetch(hash);
     }
 }
