@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Iterable
 from typing import TypeVar
@@ -43,6 +44,19 @@ def digest(value: object, what: str) -> bytes:
     if not isinstance(value, bytes) or len(value) != 32:
         raise ConfigError(f"{what} is {shown(value)}: a digest has 32 bytes")
     return value
+
+
+def finite(value: object, what: str) -> float:
+    """`value` as a float. `ConfigError` if it is no number (a bool is none), infinite or NaN."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise ConfigError(f"{what} is {shown(value)}: it must be a number")
+    try:
+        number = float(value)
+    except OverflowError:  # an int of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
+        raise ConfigError(f"{what} is {shown(value)}: it must be a finite number")
+    return number
 
 
 def sequence(items: Iterable[T], what: str, *, of: type[T] | None = None) -> list[T]:
