@@ -19,6 +19,8 @@ from kvcache.bench.peer import PEER_SECONDS, check_peer, check_seconds, peer_pyt
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
+from kvcache.core.native_manager import most_slabs
+from kvcache.core.records import MOST_TOKENS
 from kvcache.retention import Sparse
 
 STEP_TOKENS = 8192
@@ -55,6 +57,9 @@ class AgentsBench:
         _known("--state-bytes", (self.state_bytes,), STATE_BYTES)
         peer_python(self.peer, self.peer_python)
         check_seconds(self.peer_seconds)
+        for interval in self.intervals:
+            if interval > MOST_TOKENS:
+                raise ConfigError(f"--interval is {interval}: at most {MOST_TOKENS} are possible")
         for count in self.blocks:
             if count < 2:
                 raise ConfigError(f"--blocks is {count}: it must be above 1")
@@ -96,7 +101,11 @@ def _known(option: str, given: Sequence[str], known: Sequence[str] | dict[str, A
 def run_agents_bench(bench: AgentsBench, progress: Progress) -> dict[str, Any]:
     """Run everything; the report as plain values. `progress` takes a line now and then.
 
-    The peer's Python is asked first, so that a wrong one costs a second and not our whole run.
+    The peer's Python is asked first, so that a wrong one costs a second and not our whole run; then
+    all pools are looked at.
+
+    Raises:
+        ConfigError: the peer's Python has no peer, or a pool has no room for a request.
     """
     if bench.peer is not None:
         check_peer(bench.python_of_peer, bench.peer)
@@ -108,8 +117,14 @@ def run_agents_bench(bench: AgentsBench, progress: Progress) -> dict[str, Any]:
         "peer": None,
         "traces": {},
     }
-    for name in bench.traces:
-        side = _Traced(bench, name, TRACES[name], TRACES[name].generate(), progress)
+    sides = [
+        _Traced(bench, name, TRACES[name], TRACES[name].generate(), progress)
+        for name in bench.traces
+    ]
+    for side in sides:
+        side.require_room()
+    for side in sides:
+        name = side.name
         rows = [side.row(case) for case in bench.cases(name)]
         if bench.peer is not None and rows:
             report["peer"] = side.add_peer(rows)
@@ -135,6 +150,20 @@ class _Traced:
     @property
     def prompt_tokens(self) -> int:
         return sum(len(r.prompt) for r in self.requests)
+
+    def require_room(self) -> None:
+        """`ConfigError` for a pool without room for the longest request, or too large to number."""
+        longest = max(len(r.prompt) + len(r.output) for r in self.requests)
+        for case in self.bench.cases(self.name):
+            geometry, block = case.preset.geometry(self.bench.state_bytes), case.preset.block_bytes
+            least = geometry.slabs_needed(longest) * geometry.slab_bytes
+            above = (most_slabs(geometry) + 1) * geometry.slab_bytes
+            if not least <= case.blocks * block < above:
+                raise ConfigError(
+                    f"--blocks is {case.blocks}: {case.name} on the trace {self.name}, with requests"
+                    f" of up to {longest} tokens, can have from {-(-least // block)} to"
+                    f" {(above - 1) // block} blocks of {block} bytes"
+                )
 
     def row(self, case: _Case) -> dict[str, Any]:
         """One model and pool size: the geometry, then a run for each interval and declaration."""

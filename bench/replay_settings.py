@@ -8,7 +8,8 @@ from functools import cached_property
 from kvcache.bench.byte_lru_pages import PageSizes, SpanPages
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
-from kvcache.core.records import UNLIMITED
+from kvcache.core.native_manager import most_slabs
+from kvcache.core.records import MOST_TOKENS, UNLIMITED
 from kvcache.core.retain import RetentionPolicy
 from kvcache.presets import preset
 from kvcache.retention import Dense, Sparse
@@ -18,6 +19,9 @@ DEFAULT_PRESET = "llama-3-8b"
 
 STEP_TOKENS = 8192
 """Token budget of one step."""
+
+MOST_TP = 4096
+"""No model has so many heads: further ranks would only hold copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +49,8 @@ class ReplaySettings:
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
             raise ConfigError(f"--block-tokens is {self.block_tokens}: it must be above 0")
-        if self.tp < 1:
-            raise ConfigError(f"--tp is {self.tp}: it must be above 0")
+        if not 1 <= self.tp <= MOST_TP:
+            raise ConfigError(f"--tp is {self.tp}: it must be from 1 to {MOST_TP}")
         geometry = self.geometry  # names an unknown preset
         if self.pool_tokens is not None and self.pool_tokens < self.block_tokens:
             raise ConfigError(
@@ -54,10 +58,10 @@ class ReplaySettings:
                 " tokens: raise it, or lower --block-tokens"
             )
         interval, grid = self.retention_tokens, geometry.grid_tokens
-        if interval is not None and (interval < 0 or interval % grid):
+        if interval is not None and (not 0 <= interval <= MOST_TOKENS or interval % grid):
             raise ConfigError(
                 f"--retention {interval} is neither dense, nor 0, nor a multiple of the hit grid"
-                f" of {grid} tokens (--block-tokens)"
+                f" of {grid} tokens (--block-tokens), up to {MOST_TOKENS}"
             )
         if self.oracle:
             page_sizes(geometry, self.preset)
@@ -65,7 +69,12 @@ class ReplaySettings:
     @cached_property
     def geometry(self) -> Geometry:
         """The preset's groups, as one rank has them."""
-        return preset(self.preset, block_tokens=self.block_tokens, tp=self.tp)
+        try:
+            return preset(self.preset, block_tokens=self.block_tokens, tp=self.tp)
+        except ConfigError as error:
+            raise ConfigError(
+                f"--preset {self.preset} with --block-tokens {self.block_tokens}: {error}"
+            ) from error
 
     def policy(self) -> RetentionPolicy:
         """The retention policy."""
@@ -94,7 +103,7 @@ def arena_slabs(tokens: int | None, geometry: Geometry) -> int:
     """Slabs of an arena of so many KV tokens; None: no bound.
 
     Raises:
-        ConfigError: not even one fits.
+        ConfigError: not even one fits, or there are more than the core can number.
     """
     if tokens is None:
         return UNLIMITED
@@ -103,6 +112,13 @@ def arena_slabs(tokens: int | None, geometry: Geometry) -> int:
         raise ConfigError(
             f"--pool-tokens {tokens} is less than one slab takes ({geometry.slab_bytes} bytes,"
             f" {tokens_of_slabs(1, geometry)} tokens): raise it"
+        )
+    most = most_slabs(geometry)
+    if slabs > most:
+        enough = tokens_of_slabs(most + 1, geometry) - geometry.grid_tokens
+        raise ConfigError(
+            f"--pool-tokens {tokens} takes {slabs} slabs of {geometry.slab_bytes} bytes: at most"
+            f" {most} are possible; give {enough} or less, or inf"
         )
     return slabs
 

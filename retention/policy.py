@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvcache.core.errors import ConfigError
+from kvcache.core.records import MOST_TOKENS
 from kvcache.core.retain import RetentionPlan, TurnShape
 from kvcache.core.values import shown, text, whole
 
@@ -75,8 +76,7 @@ class Sparse:
 
 
 def _check_interval(interval: int, what: str) -> None:
-    if whole(interval, what) < 0:
-        raise ConfigError(f"{what} is {interval}: it must be 0 or a multiple of the hit grid")
+    whole(interval, what, least=0, most=MOST_TOKENS)
 
 
 def _declared(shape: TurnShape) -> list[int]:

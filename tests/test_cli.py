@@ -328,6 +328,29 @@ def test_an_output_that_cannot_be_written_is_named_before_any_work(
     assert "--output" in done.stderr
 
 
+def test_an_output_is_none_of_the_inputs(tmp_path: Path) -> None:
+    source, other = tmp_path / "in", tmp_path / "out"
+    source.write_text("text")
+    for name in (other, tmp_path, tmp_path / "no" / "such"):
+        output.require_apart(str(name), [source, tmp_path / "missing", "", "\0"])
+    output.require_apart("\0", [source])
+    output.require_apart("/dev/null", ["/dev/null"])
+    other.symlink_to(source)
+    with pytest.raises(ConfigError, match=f"--output {other} is {source}, which is read"):
+        output.require_apart(str(other), [tmp_path / "missing", source])
+
+
+def test_the_model_of_a_benchmark_is_not_replaced_by_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_text("weights")
+    monkeypatch.setattr("kvcache.commands.bench.find_model", lambda: model)
+    assert cli.main(["bench", "engine", "--output", str(model)]) == 2
+    assert f"--output {model} is {model}, which is read" in capsys.readouterr().err
+    assert model.read_text() == "weights"
+
+
 def test_a_locale_without_the_character_is_no_fault_of_the_program(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = cli_process("replay", str(tmp_path / "ü.jsonl"), env=environment)

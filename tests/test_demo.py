@@ -128,6 +128,10 @@ def test_the_table_has_a_column_for_each_mode(quick: dict[str, Any]) -> None:
         (["--output", "nowhere/demo.json"], "there is no folder"),
         (["--files", "/dev/zero"], "/dev/zero has more than 16 MiB"),
         (["--output", "."], "is a folder"),
+        (["--new-tokens", "99999"], "lower --prompt-tokens, --new-tokens or --turns"),
+        (["--files", "short.txt", "--output", "short.txt"], "--output short.txt is short.txt"),
+        (["--files", "short.txt", "--output", "link"], "--output link is short.txt, which is read"),
+        (["--output", "model.gguf"], "--output model.gguf is model.gguf, which is read"),
         (["--model", "huge"], "invalid choice: 'huge'"),
     ],
 )
@@ -141,11 +145,16 @@ def test_bad_input_is_one_line_and_exit_2(
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text(WORDS)
     Path("binary.txt").write_bytes(b"ab\xff")
+    Path("link").symlink_to("short.txt")
+    Path("model.gguf").write_text("weights")
+    monkeypatch.setattr(verb, "find_model", lambda: Path("model.gguf"))
     assert main(["demo", "--quick", *args]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
     assert not Path("demo.json").exists()
+    assert Path("short.txt").read_text() == WORDS
+    assert Path("model.gguf").read_text() == "weights"
 
 
 def test_a_full_disk_is_said_and_exit_2_after_the_result(

@@ -130,7 +130,8 @@ def write_script(settings: DemoSettings, kit: Kit, files: Sequence[Path]) -> Scr
     if settings.session_tokens > context:
         raise ConfigError(
             f"a session has {settings.session_tokens} tokens at its end, the context of"
-            f" {kit.model.name} is {context}: lower --prompt-tokens or --turns"
+            f" {kit.model.name} is {context}: lower --prompt-tokens, --new-tokens or"
+            " --turns"
         )
     order = list(files)
     random.Random(settings.seed).shuffle(order)

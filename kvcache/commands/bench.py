@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvcache.commands.output import (
     Progress,
     as_json,
     emit_json,
+    require_apart,
     require_writable,
     write_atomically,
 )
 from kvcache.core.errors import ConfigError
+from kvcache.engine.model_file import find_model
 
 HELP = "Measures one part of the library on this machine, beside a baseline in the same run."
 
@@ -158,6 +162,16 @@ def _agents(
     return report, bench.describe(report)
 
 
+def _inputs(bench: str, given: dict[str, Any]) -> list[str | Path]:
+    """Files that a benchmark reads or runs."""
+    if bench == "engine":
+        model = find_model()
+        return [] if model is None else [model]
+    peer = importlib.import_module("kvcache.bench.peer")
+    python = given.get("peer_python") or os.environ.get(peer.PYTHON_VARIABLE, "")
+    return [*peer.SCRIPTS.glob("*.py"), shutil.which(python) or python]
+
+
 def _hash(
     given: dict[str, Any], seed: int, progress: Callable[[str], None]
 ) -> tuple[dict[str, Any], Sequence[str]]:
@@ -195,6 +209,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is an option of {owners}, not of `bench {args.name}`"
             )
+    if args.output is not None:
+        require_apart(args.output, _inputs(args.name, given))
     with Progress() as progress:
         report, lines = BENCHES[args.name](given, args.seed, progress.update)
     if args.json:

@@ -12,9 +12,11 @@ from kvcache.commands.output import (
     Progress,
     as_json,
     emit_json,
+    require_apart,
     require_writable,
     write_atomically,
 )
+from kvcache.engine.model_file import find_model
 
 if TYPE_CHECKING:  # its module loads torch
     from kvcache.bench.demo import DemoSettings, Kit, Turn
@@ -80,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None}
     settings = demo.DemoSettings(seed=args.seed, **((QUICK if args.quick else {}) | given))
     files = args.files or demo.own_texts()
+    model = find_model()
+    require_apart(args.output, files if model is None else [*files, model])
     for path in files:
         demo.read_text(path)  # before the model is loaded: a bad file is said at once
     say = (lambda _: None) if args.json else _print

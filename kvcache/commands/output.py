@@ -8,6 +8,7 @@ import os
 import stat
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
@@ -58,6 +59,21 @@ def require_writable(path: str) -> None:
     places = [folder] if replaced else []
     if not all(os.access(p, os.W_OK) for p in (*places, *([target] if target.exists() else []))):
         raise ConfigError(f"--output {path} cannot be written: give another file")
+
+
+def require_apart(path: str, inputs: Iterable[str | os.PathLike[str]]) -> None:
+    """`ConfigError` where `--output` is one of the files that are read, by whatever name or link."""
+    target = Path(path)
+    for source in inputs:
+        try:
+            same = target.is_file() and target.samefile(source)
+        except (OSError, ValueError):  # one of them is not there, or can have no such name
+            continue
+        if same:
+            raise ConfigError(
+                f"--output {path} is {os.fspath(source)}, which is read and would be replaced: give"
+                " another file"
+            )
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:

@@ -16,6 +16,7 @@ from kvcache.commands.output import (
     Progress,
     as_json,
     emit_json,
+    require_apart,
     require_writable,
     write_atomically,
 )
@@ -140,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
     """Replay; 0 if no block leaked, else 1."""
     if args.output is not None:
         require_writable(args.output)
+        require_apart(args.output, [args.trace])
     started = time.perf_counter()
     lanes = _lanes(args)
     trace = open_trace(args.trace)

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from functools import cache
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +26,7 @@ from kvcache.core.errors import (
     MisuseError,
     NativeError,
 )
-from kvcache.core.values import whole
+from kvcache.core.values import shown, whole
 
 ABI_VERSION = 1
 LIBRARY = "libkvcache_core.so"
@@ -34,6 +35,8 @@ HEADER = "kvcache_core.h"
 NO_SPACE = 1
 _PYTHON_NAMES = {"ns": "namespace"}
 """What callers know an argument of C as, where the names differ."""
+_TAKEN = (cffi.FFI().CData, bytes, Integral)
+"""What is passed on to C; numpy's whole numbers are integral."""
 _ERRORS: dict[int, type[KVCacheError]] = {
     -1: ConfigError,
     -2: HandleError,
@@ -94,6 +97,9 @@ def fail(status: int) -> NoReturn:
 def call(function: Any, *args: Any) -> int:
     """The status, zero or above. A negative one, or arguments that C cannot take, raise."""
     try:
+        for arg in args:  # cffi cuts whatever has `__int__`: a fraction, an array of one number
+            if type(arg) is not int and not isinstance(arg, _TAKEN):
+                raise TypeError(f"{shown(arg)} is no whole number")  # noqa: TRY301 (no call here)
         status: int = function(*args)
     except (OverflowError, TypeError) as error:
         _name_misfit(function, args)

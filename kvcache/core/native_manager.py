@@ -24,6 +24,11 @@ _POINTERS = {
 _KINDS = {"full": "KVC_FULL", "span": "KVC_SPAN", "state": "KVC_STATE", "private": "KVC_PRIVATE"}
 
 
+def most_slabs(geometry: Geometry) -> int:
+    """Slabs of the largest arena: the pages of every size class must have numbers."""
+    return int(native.load()[1].kvc_unlimited()) // max(geometry.pages_per_slab)
+
+
 class NativeManager:
     """Owns the C object. A second thread inside it is refused with `MisuseError`."""
 
@@ -54,14 +59,13 @@ class NativeManager:
             groups[g].transient = rules.transient
             groups[g].size_class = geometry.class_of_group[g]
         counts = ffi.new("int32_t[]", list(geometry.pages_per_slab))
-        unlimited = int(lib.kvc_unlimited()) // max(geometry.pages_per_slab)
         config = native.new(
             "kvc_config*",
             {
                 "n_groups": len(geometry.groups),
                 "n_classes": len(geometry.pages_per_slab),
                 "pages_per_slab": counts,
-                "slabs": unlimited if slabs == UNLIMITED else slabs,
+                "slabs": most_slabs(geometry) if slabs == UNLIMITED else slabs,
                 "hash_unit_tokens": geometry.hash_unit_tokens,
                 "grid_tokens": geometry.grid_tokens,
                 **settings,

@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 UNLIMITED = -1
 """As a pool size: pages are made as they are needed. For tests, and replay of an infinite cache."""
 
+MOST_TOKENS = 2**47
+"""Of a request, and of a retention interval: `kMostTokens` of the core."""
+
 LOSS_CAUSES = ("last_block", "no_state", "evicted", "pending", "not_stored")
 """Why a prompt token was not a hit, in the order of `kvc_cause`."""
 

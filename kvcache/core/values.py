@@ -63,6 +63,19 @@ def digest(value: object, what: str) -> bytes:
     return value
 
 
+def finite(value: object, what: str) -> float:
+    """`value` as a float. `ConfigError` if it is no number (a bool is none), infinite or NaN."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise ConfigError(f"{what} is {shown(value)}: it must be a number")
+    try:
+        number = float(value)
+    except OverflowError:  # an int of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
+        raise ConfigError(f"{what} is {shown(value)}: it must be a finite number")
+    return number
+
+
 def sequence(items: Iterable[T], what: str, *, of: type[T] | None = None) -> list[T]:
     """`items` as a list. `ConfigError` if it cannot be walked, or has anything but `of`."""
     kind = "values" if of is None else of.__name__

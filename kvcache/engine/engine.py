@@ -20,6 +20,7 @@ from kvcache.core import arrays
 from kvcache.core.errors import CapacityError, ConfigError, HandleError, InputError, MisuseError
 from kvcache.core.hashing import as_tokens
 from kvcache.core.manager import Manager
+from kvcache.core.values import whole
 from kvcache.engine.chunk import Chunk, Runner
 from kvcache.engine.queues import Counters
 from kvcache.engine.request import (
@@ -204,7 +205,7 @@ class Engine:
             self.scheduler.preempt(request)
 
     def _find(self, request_id: int) -> Request:
-        request = self._requests.get(request_id)
+        request = self._requests.get(whole(request_id, "request_id"))
         if request is None:
             raise HandleError(f"request {request_id} is unknown or has ended")
         return request

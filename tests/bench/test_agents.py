@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,9 +12,9 @@ from typing import Any, NoReturn
 import pytest
 
 from kvcache import cli
-from kvcache.bench import agents, agents_peer
+from kvcache.bench import agents, peer
 from kvcache.bench.agents import AgentsBench, describe, run_agents_bench
-from kvcache.bench.agents_presets import PRESETS, peer_page_bytes
+from kvcache.bench.agents_presets import PRESETS, Pools, peer_page_bytes
 from kvcache.bench.agents_trace import AgentTrace
 from kvcache.core.errors import ConfigError
 
@@ -151,6 +152,7 @@ def test_the_verb_writes_one_json_object(capsys: pytest.CaptureFixture[str]) -> 
         (["--peer", "vllm", "--peer-python", ""], "--peer without --peer-python"),
         (["--peer-python", "x"], "--peer-python without --peer"),
         (["--blocks", "99", "--blocks", "0"], "--blocks is 0: it must be above 1"),
+        (["--interval", "9223372036854775792"], "--interval is 9223372036854775792: at most"),
         (["--model", "tiny"], "--model is an option of `bench engine`"),
     ],
 )
@@ -163,6 +165,62 @@ def test_wrong_settings_are_named(
     monkeypatch.delenv("KVCACHE_PEER_PYTHON", raising=False)
     assert cli.main(["bench", "agents", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("blocks", [2, 2**31 - 1, 10**20])
+@pytest.mark.usefixtures("small", "no_run")
+def test_a_pool_that_cannot_be_is_named_with_those_that_can(
+    blocks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--trace", "short", "--preset", "gptoss", "--blocks", "99"]
+    assert cli.main(["bench", "agents", *arguments, "--blocks", str(blocks)]) == 2
+    err = capsys.readouterr().err
+    assert f"--blocks is {blocks}: gptoss on the trace short" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_smallest_pool_that_an_error_names_is_enough(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PRESETS[preset].pools, "short", Pools((), None))
+    monkeypatch.setitem(agents.TRACES, "short", SMALL)
+    with pytest.raises(ConfigError, match="--blocks is 2") as error:
+        run(presets=(preset,), blocks=(2,))
+    named = re.search(r"from (\d+) to", str(error.value))
+    assert named is not None
+    least = int(named[1])
+    with pytest.raises(ConfigError, match=f"--blocks is {least - 1}: .* from {least} to"):
+        run(presets=(preset,), blocks=(least - 1,))
+    report = run(presets=(preset,), blocks=(least,), intervals=(0,), declare=(True,), check=True)
+    (row,) = report["traces"]["short"]["pools"]
+    assert row["ours"][0]["requests"] == SMALL.sessions * SMALL.turns
+
+
+@pytest.mark.parametrize("by", ["option", "environment", "script"])
+@pytest.mark.usefixtures("small", "no_run")
+def test_what_a_run_needs_is_not_replaced_by_its_output(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python, output = tmp_path / "python", tmp_path / "link"
+    python.write_text(NO_PYTHON)
+    python.chmod(0o755)
+    output.symlink_to(python)
+    arguments = ["bench", "agents", "--output", str(output)]
+    if by == "option":
+        arguments += ["--peer", "vllm", "--peer-python", str(python)]
+    elif by == "environment":
+        monkeypatch.setenv("KVCACHE_PEER_PYTHON", "python")
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        python = tmp_path / "vllm_core.py"
+        python.write_text(NO_PYTHON)
+        output.unlink()
+        output.symlink_to(python)
+        monkeypatch.setattr(peer, "SCRIPTS", tmp_path)
+    assert cli.main(arguments) == 2
+    assert f"--output {output} is {python}, which is read" in capsys.readouterr().err
+    assert python.read_text() == NO_PYTHON
 
 
 @pytest.fixture

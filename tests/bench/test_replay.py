@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvcache.bench.replay_settings import (
 from kvcache.bench.traces import TraceRequest
 from kvcache.core.errors import CapacityError, ConfigError
 from kvcache.core.layout import Geometry
+from kvcache.core.native_manager import most_slabs
 from kvcache.core.specs import FullAttention, RingBuffer
 
 # ---- against naive models ------------------------------------------------------------------------
@@ -231,6 +233,19 @@ def test_the_pool_that_an_error_asks_for_is_enough(preset: str, tp: int, tokens:
     enough = tokens_of_slabs(slabs, geometry)
     assert arena_slabs(enough, geometry) >= slabs
     assert arena_bytes(enough - geometry.grid_tokens, geometry) < slabs * geometry.slab_bytes
+
+
+@pytest.mark.parametrize(("preset", "tp"), HYBRIDS)
+def test_the_largest_pool_is_the_one_that_an_error_names(preset: str, tp: int) -> None:
+    geometry = ReplaySettings(block_tokens=BLOCK, preset=preset, tp=tp).geometry
+    with pytest.raises(ConfigError, match="--pool-tokens 1000000000000000 takes") as error:
+        arena_slabs(10**15, geometry)
+    named = re.search(r"give (\d+) or less", str(error.value))
+    assert named is not None
+    most = int(named[1])
+    assert arena_slabs(most, geometry) == most_slabs(geometry)
+    with pytest.raises(ConfigError, match=f"give {most} or less, or inf"):
+        arena_slabs(most + geometry.grid_tokens, geometry)
 
 
 def test_a_pool_of_less_than_one_slab_is_refused() -> None:

@@ -123,7 +123,10 @@ def test_output_is_the_same_json_as_on_stdout(
     ("flags", "message"),
     [
         (("--block-tokens", "100"), "--block-tokens 100 .*is not a multiple of the trace's block"),
-        (("--tp", "0"), "--tp is 0"),
+        (("--tp", "0"), "--tp is 0: it must be from 1 to 4096"),
+        (("--tp", "4097"), "--tp is 4097: it must be from 1 to 4096"),
+        (("--tp", "1000000000"), "--tp is 1000000000: it must be from 1 to 4096"),
+        (("--block-tokens", "512G"), "--block-tokens 512000000000: group 'full' has pages of"),
         (("--tp", "x"), "--tp: invalid int value"),
         (("--oracle", "lru"), "--oracle: invalid choice"),
         (("--pool-tokens", "-1"), "'-1' is not a number of tokens"),
@@ -133,6 +136,8 @@ def test_output_is_the_same_json_as_on_stdout(
         (("--preset", "x"), "llama-3-8b, .*qwen3"),
         (("--retention", "100"), "--retention 100"),
         (("--retention", "some"), "'some' is not"),
+        (("--retention", "1000000000000000"), "--retention 1000000000000000 is neither .* up to"),
+        (("--pool-tokens", "1000000000000000"), "--pool-tokens 1000000000000000 takes .* give"),
         (("--hours", "1"), "--hours 1.0 needs --lanes"),
         (("--lanes", "2"), "--lanes replays live sessions"),
         (("--lanes", "0"), "--lanes is 0"),
@@ -151,6 +156,23 @@ def test_wrong_usage_ends_with_two_one_line_and_no_output(
     assert (status, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert re.search(message, err)
+
+
+@pytest.mark.parametrize("read", ["t.jsonl", "link.jsonl"])
+@pytest.mark.parametrize("written", ["t.jsonl", "link.jsonl", "hard.jsonl", "x/../t.jsonl"])
+def test_the_trace_is_not_replaced_by_the_output(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], read: str, written: str
+) -> None:
+    (tmp_path / "link.jsonl").symlink_to(trace)
+    (tmp_path / "hard.jsonl").hardlink_to(trace)
+    (tmp_path / "x").mkdir()
+    before, argv = trace.read_bytes(), ("replay", tmp_path / read, "--output", tmp_path / written)
+    status, out, err = run(capsys, *argv)
+    assert (status, out) == (2, "")
+    assert "which is read and would be replaced: give another file" in err
+    assert err.startswith("kvcache: --output ")
+    assert err.count("\n") == 1
+    assert trace.read_bytes() == before
 
 
 def test_a_broken_trace_ends_with_two_and_leaves_the_output_file_alone(

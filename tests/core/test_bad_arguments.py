@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,9 @@ from kvcache.core.errors import ConfigError, KVCacheError
 from kvcache.core.hashing import Fingerprint, root_digest
 from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
+from kvcache.core.native_manager import most_slabs
 from kvcache.core.pool import PagePool
+from kvcache.core.records import MOST_TOKENS
 from kvcache.core.retain import RetentionPlan, TurnShape
 from kvcache.core.specs import FullAttention, RecurrentState
 from kvcache.retention import Dense, Sparse
@@ -88,6 +92,81 @@ def test_arguments_that_cannot_be_are_refused_and_change_nothing(
     manager.check()
 
 
+NO_HANDLES: dict[str, Callable[[int], Any]] = {
+    "nothing": lambda _: None,
+    "a list": lambda h: [h],
+    "a dict": lambda _: {},
+    "text": str,
+    "a float": float,
+    "a short float": np.float32,
+    "a fraction": lambda h: Fraction(2 * h + 1, 2),
+    "a decimal": lambda h: Decimal(h) + Decimal("0.5"),
+    "an array of one": lambda h: np.array([h]),
+    "an array of no dimension": np.array,
+    "an array of two": lambda h: np.array([h, h]),
+    "beyond 64 bits": lambda h: h + 2**64,
+}
+BY_HANDLE: dict[str, Callable[[Manager, Any], Any]] = {
+    "info": lambda m, h: m.info(h),
+    "block_table": lambda m, h: m.block_table(h, 0),
+    "draft_holes": lambda m, h: m.draft_holes(h, 0),
+    "state_plan": lambda m, h: m.state_plan(h, 1),
+    "digests": lambda m, h: m.digests(h),
+    "group_digests": lambda m, h: m.group_digests(h),
+    "extend": lambda m, h: m.extend(h, [1]),
+    "extend_foreign": lambda m, h: m.extend_foreign(h, 1),
+    "finish": lambda m, h: m.finish(h),
+    "abort": lambda m, h: m.abort(h),
+    "preempt": lambda m, h: m.preempt(h),
+    "lookup": lambda m, h: m.lookup(h),
+    "stops": lambda m, h: m.stops(h, 0, 4),
+    "need": lambda m, h: m.need(h, 4),
+    "allocate": lambda m, h: m.allocate(h, 4),
+    "blockage": lambda m, h: m.blockage(h),
+    "commit": lambda m, h: m.commit(h, 4),
+    "end_step": lambda m, h: m.end_step(h),
+    "load_items": lambda m, h: m.load_items(h),
+    "end_load": lambda m, h: m.end_load(h, np.ones(1, np.uint8)),
+    "abandon_load": lambda m, h: m.abandon_load(h),
+}
+
+
+@pytest.mark.parametrize("value", NO_HANDLES)
+@pytest.mark.parametrize("call", BY_HANDLE)
+def test_a_handle_is_a_whole_number_before_anything_is_done_with_it(
+    manager: Manager, call: str, value: str
+) -> None:
+    """What C would cut to one closed the request, and left what is known of it here."""
+    handle = running(manager)
+    before = (manager.stats(), manager.arena_stats(), manager.info(handle))
+    with pytest.raises(ConfigError):
+        BY_HANDLE[call](manager, NO_HANDLES[value](handle))
+    assert (manager.stats(), manager.arena_stats(), manager.info(handle)) == before
+    manager.finish(handle)
+    assert not manager._shapes
+    assert not manager._chains
+
+
+def test_a_handle_of_numpy_is_one() -> None:
+    manager = Manager(HYBRID, slabs=40, retention=Sparse(0), events=True)
+    handle = np.int64(running(manager))
+    assert len(manager.digests(handle)) == 3  # type: ignore[arg-type]
+    manager.finish(handle)  # type: ignore[arg-type]
+    assert not manager._shapes
+    assert not manager._chains
+    assert manager.take_events()
+    assert not manager._labels
+
+
+@pytest.mark.parametrize("group", [Decimal("0.5"), np.array(0), 0.0, None])
+def test_a_group_is_a_whole_number(manager: Manager, group: Any) -> None:
+    handle = running(manager)
+    with pytest.raises(ConfigError):
+        manager.block_table(handle, group)
+    with pytest.raises(ConfigError):
+        manager.unpin(group, np.zeros(0, np.int32))
+
+
 def test_presence_maps_without_width_are_refused(manager: Manager) -> None:
     handle = manager.open(range(9))
     with pytest.raises(ConfigError, match="present has shape"):
@@ -127,6 +206,18 @@ def test_a_policy_that_answers_nonsense_is_refused_at_open(case: str) -> None:
         manager.open(range(12))
     assert manager.stats().open_requests == 0
     manager.check()
+
+
+def test_the_longest_interval_and_the_largest_arena_are_those_of_the_core() -> None:
+    policy, most = Policy(), most_slabs(HYBRID)
+    manager = Manager(HYBRID, slabs=most, retention=policy)
+    policy.answer = RetentionPlan((0, MOST_TOKENS), (), ())
+    manager.abort(manager.open(range(12)))
+    policy.answer = RetentionPlan((0, MOST_TOKENS + HYBRID.grid_tokens), (), ())
+    with pytest.raises(ConfigError, match=f"up to {MOST_TOKENS}"):
+        manager.open(range(12))
+    with pytest.raises(ConfigError):
+        Manager(HYBRID, slabs=most + 1, retention=policy)
 
 
 def test_a_policy_is_asked_again_about_a_junction_that_it_failed_on() -> None:

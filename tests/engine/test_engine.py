@@ -81,6 +81,17 @@ def test_unknown_requests_are_refused() -> None:
                 call(request)
 
 
+@pytest.mark.parametrize("request_id", [None, [], {}, "1", 1.5, np.zeros(1, np.int64)])
+def test_an_id_that_is_no_whole_number_is_refused(request_id: Any) -> None:
+    with rig([8]) as r:
+        known = r.engine.add_request([1, 2], max_new_tokens=1)
+        for call in (r.engine.abort, r.engine.preempt):
+            for value in (request_id, float(known)):
+                with pytest.raises(ConfigError, match="request_id is"):
+                    call(value)
+        assert r.engine.run()[known].reason is Reason.LENGTH
+
+
 @pytest.mark.parametrize("stops", [5, None, [[1]], [0.5]])
 def test_bad_stop_ids_leave_no_request_behind(stops: Any) -> None:
     with rig([20]) as r:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 from events import recorded
 from hypothesis import given, strategies as st
@@ -23,8 +24,10 @@ from kvcache.core.events import (
     encode_batch,
     encode_batches,
     encode_event,
+    with_int_hashes,
 )
 from kvcache.core.events.decode import MAX_TAGS, OTHER_TAGS
+from kvcache.core.events.pieces import MAX_STORED_TOKENS
 
 hashes = st.one_of(
     st.binary(min_size=32, max_size=32), st.integers(min_value=-(2**63), max_value=2**64 - 1)
@@ -130,6 +133,35 @@ def test_optional_fields_that_are_unset_are_not_on_the_wire() -> None:
 def test_what_the_wire_cannot_carry_is_refused_by_name(event: Any) -> None:
     with pytest.raises(InputError):
         encode_batch(EventBatch(ts=0.0, events=(event,)))
+
+
+@pytest.mark.parametrize("ts", ["x", None, [], 10**400])
+def test_a_time_that_is_no_number_is_refused(ts: Any) -> None:
+    with pytest.raises(InputError, match="ts"):
+        encode_batch(EventBatch(ts=ts, events=()))
+
+
+def test_tokens_of_an_array_are_written_and_cut_like_a_tuple() -> None:
+    block, tokens = 16, np.arange(2 * MAX_STORED_TOKENS, dtype=np.int32)
+    payloads = []
+    for ids in (tokens, tuple(tokens.tolist())):
+        event = BlockStored(
+            block_hashes=tuple(range(len(tokens) // block)),
+            parent_block_hash=None,
+            token_ids=ids,  # type: ignore[arg-type]
+            block_size=block,
+        )
+        payloads.append(list(encode_batches(EventBatch(ts=0.0, events=(event,)), 2**20)))
+    assert payloads[0] == payloads[1]
+    assert len(payloads[0]) == 2
+
+
+@pytest.mark.parametrize("key", [None, "text", [1, 2], np.zeros(32, np.uint8), 1.0])
+def test_what_is_no_key_has_no_low_bits(key: Any) -> None:
+    with pytest.raises(InputError):
+        with_int_hashes(BlockRemoved(block_hashes=(key,)))
+    with pytest.raises(InputError):
+        with_int_hashes(key)
 
 
 # ---- forms that are tolerated --------------------------------------------------------------------

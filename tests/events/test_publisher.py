@@ -56,19 +56,6 @@ def test_full_queue_drops_shows_a_gap_and_never_blocks(context: zmq.Context, at:
         ]
 
 
-def test_event_that_cannot_be_encoded_costs_its_batch_alone(context: zmq.Context, at: str) -> None:
-    with (
-        EventPublisher(f"{at}/live", replay_endpoint=f"{at}/replay", context=context) as publisher,
-        subscribe(context, at, probe_seconds=0.0001) as subscriber,
-    ):
-        publisher.publish([event(0)])
-        publisher.publish([BlockRemoved(block_hashes=(2**70,))])
-        publisher.publish([event(2)])
-        assert publisher.flush(DEADLINE)
-        assert [getattr(d, "seq", "lost") for d in deliveries(subscriber, 3)] == [0, "lost", 2]
-        assert publisher.stats().dropped == 1
-
-
 def test_thread_that_ended_is_told_by_the_next_publish(context: zmq.Context, at: str) -> None:
     publisher = EventPublisher(f"{at}/live", context=context)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, strategies as st
 
 from kvcache.core.errors import ConfigError
 from kvcache.core.events import EventBatch
@@ -44,6 +45,50 @@ def test_replay_gives_what_is_kept_from_the_wanted_number_on() -> None:
     assert numbers(job(6, buffer.last), buffer) == [6, 9]
     assert numbers(job(2**64 - 1, buffer.last), buffer) == []
     assert numbers(job(0, -1), ReplayBuffer(max_batches=1, max_bytes=1)) == []
+
+
+class Counted(ReplayBuffer):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def at_or_after(self, seq: int) -> tuple[int, bytes] | None:
+        self.asked += 1
+        return super().at_or_after(seq)
+
+
+def test_numbers_that_were_dropped_cost_a_replay_nothing() -> None:
+    buffer, kept = Counted(max_batches=4, max_bytes=1000), [0, 1, 10**15, 2 * 10**15]
+    for seq in kept:
+        buffer.append(seq, b"x")
+    buffer.last = 3 * 10**15
+    for start in (0, 2, 10**15 + 1, 2 * 10**15 + 1):
+        buffer.asked = 0
+        wanted = [seq for seq in kept if seq >= start]
+        assert numbers(job(start, buffer.last), buffer) == wanted
+        assert buffer.asked == len(wanted) + 1
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=60),
+    bounds=st.tuples(st.integers(1, 9), st.integers(1, 40)),
+)
+def test_buffer_is_the_tail_of_what_came_within_both_bounds(
+    steps: list[tuple[int, int]], bounds: tuple[int, int]
+) -> None:
+    """`steps`: how far the number goes on, and bytes."""
+    buffer, kept, seq = ReplayBuffer(max_batches=bounds[0], max_bytes=bounds[1]), [], -1
+    for gap, size in steps:
+        seq += gap
+        buffer.append(seq, bytes(size))
+        kept.append((seq, bytes(size)))
+        while len(kept) > bounds[0] or sum(len(payload) for _, payload in kept) > bounds[1]:
+            del kept[0]
+        assert (len(buffer), buffer.bytes) == (len(kept), sum(len(p) for _, p in kept))
+        assert buffer.first() == (kept[0][0] if kept else seq + 1)
+        for start in range(seq + 2):
+            assert buffer.at_or_after(start) == next((k for k in kept if k[0] >= start), None)
+        assert len(buffer._numbers) <= 2 * len(kept) + 1
 
 
 def test_replay_goes_on_while_the_buffer_moves() -> None:

@@ -138,6 +138,8 @@ BAD_SPARSE: dict[str, tuple[dict[str, object], str]] = {
     "a truth": ({"interval_tokens": True}, "True"),
     "nothing": ({"interval_tokens": None}, "None"),
     "beyond 64 bits": ({"interval_tokens": 2**63}, "interval_tokens"),
+    "more than is possible": ({"interval_tokens": 2**47 + 16}, "from 0 to 140737488355328"),
+    "below 0": ({"interval_tokens": -16}, "from 0 to"),
     "a list of groups": ({"group_intervals": [16]}, "group_intervals is .16.: give a mapping"),
     "no groups": ({"group_intervals": None}, "group_intervals is None"),
     "a group's text": ({"group_intervals": {"a": "16"}}, "group_intervals.'a'. is '16'"),

@@ -9,11 +9,13 @@ BlockStored has more than 15, so its header is always the three-byte one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import msgpack
+import numpy as np
 
-from kvcache.core.errors import InputError
+from kvcache.core import arrays
+from kvcache.core.errors import ConfigError, InputError
 from kvcache.core.events.pieces import pieces
 from kvcache.core.events.records import (
     AllBlocksCleared,
@@ -21,7 +23,9 @@ from kvcache.core.events.records import (
     BlockStored,
     Event,
     EventBatch,
+    require_keys,
 )
+from kvcache.core.values import shown, whole
 
 WRITTEN_EVEN_IF_NONE = {
     BlockStored: 7,
@@ -31,8 +35,15 @@ WRITTEN_EVEN_IF_NONE = {
 """The first so many fields have no default in vLLM, and are always on the wire."""
 
 
+def _number(value: object) -> int:
+    """Whole numbers of numpy, which msgpack does not know."""
+    if isinstance(value, np.integer):
+        return int(value)
+    raise TypeError(f"{shown(value)} cannot be written")
+
+
 def _pack(value: object) -> bytes:
-    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    packed: bytes = msgpack.packb(value, use_bin_type=True, default=_number)
     return packed
 
 
@@ -43,11 +54,44 @@ _KEYS = {
 _TAGS = {kind: _pack("type") + _pack(kind.__name__) for kind in WRITTEN_EVEN_IF_NONE}
 
 
-def encode_event(event: Event) -> bytes:
-    """The map of one event. `InputError` if a field holds what msgpack cannot carry."""
+def _plain(event: Event) -> Event:
+    """The event with `token_ids` as a tuple; they may have been an array.
+
+    Raises:
+        InputError: no event, or a field that every reader counts by is of another kind. What the
+            other fields hold, msgpack says.
+    """
     kind = type(event)
     if kind not in _KEYS:
         raise InputError(f"a {kind.__name__} is no KV event")
+    if not isinstance(event, AllBlocksCleared):
+        require_keys(event)
+    if not isinstance(event, BlockStored):
+        return event
+    tokens: object = event.token_ids
+    try:
+        whole(event.block_size, "BlockStored.block_size", least=0)
+        if isinstance(tokens, np.ndarray):
+            rows = arrays.flat(tokens, np.int64, "BlockStored.token_ids")
+            return replace(event, token_ids=tuple(rows.tolist()))
+    except ConfigError as error:
+        raise InputError(str(error)) from error
+    if not isinstance(tokens, tuple | list):
+        raise InputError(f"BlockStored.token_ids is {shown(tokens)}: it must be a tuple of tokens")
+    return event
+
+
+def encode_event(event: Event) -> bytes:
+    """The map of one event; `token_ids` may be an array, numbers may be numpy's.
+
+    Raises:
+        InputError: it is no event, or a field holds what msgpack cannot carry.
+    """
+    return _encode(_plain(event))
+
+
+def _encode(event: Event) -> bytes:
+    kind = type(event)
     try:
         parts = [
             key + _pack(value)
@@ -69,27 +113,33 @@ def _array_header(count: int) -> bytes:
 
 
 def _frame(ts: float, rank: int | None, events: Sequence[bytes]) -> bytes:
-    head = b"\x93" + _pack(float(ts)) + _array_header(len(events))
-    return b"".join((head, *events, _pack(rank)))
+    try:
+        parts = (_pack(float(ts)), _array_header(len(events)), *events, _pack(rank))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(f"a batch with ts {shown(ts)} and rank {shown(rank)}: {error}") from error
+    return b"".join((b"\x93", *parts))
 
 
 def encode_batch(batch: EventBatch) -> bytes:
-    """One payload."""
+    """One payload. `InputError`: as `encode_event`, or a `ts` or rank that is no number."""
     return _frame(batch.ts, batch.data_parallel_rank, [encode_event(e) for e in batch.events])
 
 
 def _encoded(events: Sequence[Event]) -> Iterator[bytes]:
-    for event in events:
+    for event in map(_plain, events):
         if isinstance(event, BlockStored):
-            yield from map(encode_event, pieces(event))
+            yield from map(_encode, pieces(event))
         else:
-            yield encode_event(event)
+            yield _encode(event)
 
 
 def encode_batches(batch: EventBatch, max_bytes: int) -> Iterator[bytes]:
     """One or more payloads, cut between events so that each stays near `max_bytes`.
 
     An event that is larger than that goes alone; a long BlockStored goes in pieces (`pieces`).
+
+    Raises:
+        InputError: as `encode_batch`; what was cut off before may have come already.
     """
     waiting: list[bytes] = []
     size = 0

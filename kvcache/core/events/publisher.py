@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Self
 
-from kvcache.core.errors import InputError, KVCacheError, MisuseError
+from kvcache.core.errors import KVCacheError, MisuseError
 from kvcache.core.events import settings
 from kvcache.core.events.encode import encode_batches
 from kvcache.core.events.outbox import Outbox
@@ -27,7 +27,7 @@ from kvcache.core.events.pyzmq import zmq
 from kvcache.core.events.records import Event, EventBatch, with_int_hashes, without_salts
 from kvcache.core.events.replay import ReplayBuffer
 from kvcache.core.events.replay_server import ReplayServer
-from kvcache.core.values import flag, text, wait_seconds, whole
+from kvcache.core.values import finite, flag, sequence, text, wait_seconds, whole
 
 LOGGER = logging.getLogger(__name__)
 
@@ -135,13 +135,20 @@ class EventPublisher:
         """Queue the events of one step; `ts` in seconds since the epoch, default now.
 
         False: the queue was full, the batch is dropped and shows as a gap. No events: nothing is
-        sent. `EventStreamError` if the thread has ended, `MisuseError` after `close`.
+        sent. What the events hold is looked at by the thread: a batch that cannot be encoded is
+        logged, counted as dropped, and a gap too. `token_ids` may be an array.
+
+        Raises:
+            ConfigError: `ts` is no finite number, or `events` cannot be walked.
+            EventStreamError: the thread has ended.
+            MisuseError: after `close`.
         """
         self._check_open()
-        if not events:
+        found = sequence(events, "events")
+        now = time.time() if ts is None else finite(ts, "ts")
+        if not found:
             return True
-        now = time.time() if ts is None else ts
-        batch = EventBatch(ts=now, events=tuple(events), data_parallel_rank=self._rank)
+        batch = EventBatch(ts=now, events=tuple(found), data_parallel_rank=self._rank)
         taken = self._outbox.put(batch)
         self._sockets.wake()
         return taken
@@ -254,18 +261,23 @@ class EventPublisher:
                 self._seq += item
             self._outbox.done()
 
-    def _send(self, batch: EventBatch) -> None:
+    def _encode(self, batch: EventBatch) -> list[bytes]:
+        """Payloads, one or more; none: it cannot be encoded, which is logged."""
         try:
             if self._int_hashes:
                 batch = replace(batch, events=tuple(map(with_int_hashes, batch.events)))
             if not self._publish_salts:
                 batch = replace(batch, events=tuple(map(without_salts, batch.events)))
-            payloads = list(encode_batches(batch, self._max_batch_bytes))
-        except InputError:
+            return list(encode_batches(batch, self._max_batch_bytes))
+        except Exception:  # whatever the caller's objects do, it costs their batch alone
             LOGGER.exception("a batch of KV events is dropped")
+            return []
+
+    def _send(self, batch: EventBatch) -> None:
+        payloads = self._encode(batch)
+        if not payloads:
             self._unencodable += 1
             self._seq += 1
-            return
         for payload in payloads:
             self._sockets.pub.send_multipart((self._topic, self._seq.to_bytes(8, "big"), payload))
             self._buffer.append(self._seq, payload)

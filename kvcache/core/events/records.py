@@ -9,6 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import numpy as np
+
+from kvcache.core.errors import InputError
+from kvcache.core.values import shown
+
 MEDIUM_GPU = "GPU"
 MEDIUM_CPU = "CPU"
 MEDIUM_STORAGE = "STORAGE"
@@ -88,8 +93,12 @@ class EventBatch:
 
 
 def int_hash(key: BlockHash) -> int:
-    """The low 64 bits of a key, as vLLM sends them by default."""
-    return key if isinstance(key, int) else int.from_bytes(key, "big") & (2**64 - 1)
+    """The low 64 bits of a key, as vLLM sends them by default. `InputError`: it is no key."""
+    if isinstance(key, bytes):
+        return int.from_bytes(key, "big") & (2**64 - 1)
+    if isinstance(key, int | np.integer):
+        return int(key)
+    raise InputError(f"a key is {shown(key)}: it must be bytes or an int")
 
 
 def without_salts(event: Event) -> Event:
@@ -108,10 +117,33 @@ def without_salts(event: Event) -> Event:
     return replace(event, extra_keys=tuple(entries) if any(entries) else None)
 
 
+def require_keys(event: BlockStored | BlockRemoved) -> None:
+    """`InputError` unless `block_hashes` is a tuple, or a list, of keys, and the parent one."""
+    keys: object = event.block_hashes
+    if not isinstance(keys, tuple | list) or not all(map(_is_key, set(map(type, keys)))):
+        raise InputError(
+            f"{type(event).__name__}.block_hashes is {shown(keys)}: it must be a tuple of bytes or"
+            " ints"
+        )
+    if isinstance(event, BlockStored):
+        parent = event.parent_block_hash
+        if parent is not None and not _is_key(type(parent)):
+            raise InputError(
+                f"BlockStored.parent_block_hash is {shown(parent)}: it must be bytes, an int or None"
+            )
+
+
+def _is_key(kind: type) -> bool:
+    return kind in {bytes, int} or issubclass(kind, np.integer)
+
+
 def with_int_hashes(event: Event) -> Event:
-    """The event with every key as `int_hash`."""
+    """The event with every key as `int_hash`. `InputError`: it is no event, or has other keys."""
     if isinstance(event, AllBlocksCleared):
         return event
+    if not isinstance(event, BlockStored | BlockRemoved):
+        raise InputError(f"a {type(event).__name__} is no KV event")
+    require_keys(event)
     hashes = tuple(map(int_hash, event.block_hashes))
     if isinstance(event, BlockRemoved):
         return replace(event, block_hashes=hashes)

@@ -6,7 +6,7 @@ between live batches, no faster than its client reads, and ends at its deadline.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left
 from typing import NamedTuple
 
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
@@ -18,33 +18,51 @@ MAX_TIMEOUTS = 20
 
 
 class ReplayBuffer:
-    """The last payloads by sequence number, ascending. Numbers may be missing."""
+    """The last payloads by sequence number, ascending. Numbers may be missing, any count of them."""
 
     def __init__(self, *, max_batches: int, max_bytes: int) -> None:
         self._max_batches = max_batches
         self._max_bytes = max_bytes
-        self._payloads: OrderedDict[int, bytes] = OrderedDict()
+        self._payloads: dict[int, bytes] = {}
+        self._numbers: list[int] = []
+        """Ascending; those from `_begin` on are kept, the others have gone."""
+        self._begin = 0
         self.bytes = 0
         self.last = -1
         """The newest number; -1 before the first."""
 
     def append(self, seq: int, payload: bytes) -> None:
-        """Keep `payload`; the oldest ones go until both bounds hold. Amortised O(1)."""
+        """Keep `payload`; the oldest ones go until both bounds hold. Amortised O(1).
+
+        `seq` is above all numbers before it.
+        """
         self._payloads[seq] = payload
+        self._numbers.append(seq)
         self.bytes += len(payload)
         self.last = seq
         while self._payloads and (
             len(self._payloads) > self._max_batches or self.bytes > self._max_bytes
         ):
-            self.bytes -= len(self._payloads.popitem(last=False)[1])
+            self.bytes -= len(self._payloads.pop(self._numbers[self._begin]))
+            self._begin += 1
+        if self._begin > len(self._payloads):
+            del self._numbers[: self._begin]
+            self._begin = 0
 
     def first(self) -> int:
         """The oldest number that is kept; one past the newest if none is."""
-        return next(iter(self._payloads), self.last + 1)
+        return self._numbers[self._begin] if self._payloads else self.last + 1
 
-    def get(self, seq: int) -> bytes | None:
-        """One payload, or None if it is gone or never was."""
-        return self._payloads.get(seq)
+    def at_or_after(self, seq: int) -> tuple[int, bytes] | None:
+        """The first number that is kept from `seq` on, and its payload; None: there is none.
+
+        O(log n) of what is kept, however many numbers are missing.
+        """
+        found = bisect_left(self._numbers, seq, self._begin)
+        if found == len(self._numbers):
+            return None
+        number = self._numbers[found]
+        return number, self._payloads[number]
 
     def __len__(self) -> int:
         return len(self._payloads)
@@ -65,13 +83,11 @@ class ReplayJob:
 
     def peek(self, buffer: ReplayBuffer) -> Frames:
         """What is to be sent next; the same until `advance`."""
-        self._next = max(self._next, buffer.first())
-        while self._next <= self._last:
-            payload = buffer.get(self._next)
-            if payload is not None:
-                return Frames(self._next.to_bytes(8, "big"), payload, end=False)
-            self._next += 1
-        return Frames(END_SEQ, b"", end=True)
+        found = buffer.at_or_after(self._next)
+        if found is None or found[0] > self._last:
+            return Frames(END_SEQ, b"", end=True)
+        self._next, payload = found
+        return Frames(self._next.to_bytes(8, "big"), payload, end=False)
 
     def advance(self, now: float) -> None:
         """What `peek` gave has been sent."""
