@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import pytest
 
 from kvcache import cli
-from kvcache.bench import agents, peer
+from kvcache.bench import agents, agents_peer, peer as peers
 from kvcache.bench.agents import AgentsBench, describe, run_agents_bench
 from kvcache.bench.agents_presets import PRESETS, Pools, peer_page_bytes
 from kvcache.bench.agents_trace import AgentTrace
@@ -217,7 +217,7 @@ def test_what_a_run_needs_is_not_replaced_by_its_output(
         python.write_text(NO_PYTHON)
         output.unlink()
         output.symlink_to(python)
-        monkeypatch.setattr(peer, "SCRIPTS", tmp_path)
+        monkeypatch.setattr(peers, "SCRIPTS", tmp_path)
     assert cli.main(arguments) == 2
     assert f"--output {output} is {python}, which is read" in capsys.readouterr().err
     assert python.read_text() == NO_PYTHON
