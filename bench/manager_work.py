@@ -18,7 +18,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -71,21 +71,20 @@ def hash_with_hashlib(tokens: NDArray[np.int32], block_tokens: int) -> list[byte
     return chain
 
 
-def decode_step(manager: Manager, handles: Sequence[int]) -> None:
+def decode_step(manager: Manager, handles: NDArray[np.int64]) -> None:
     """What an engine asks of the manager in one decode step: each request has one token to compute.
 
     Afterwards each knows the next one.
     """
+    one, sampled = np.ones(len(handles), np.int64), np.zeros(len(handles), np.int32)
     step = manager.begin_step()
-    for handle in handles:
-        grant = manager.allocate(handle, 1)
-        if grant is None:
-            raise InvariantError("no space for a decode step")
-        manager.commit(handle, grant.end)
+    grants = manager.allocate_many(handles, one)
+    if len(grants) < len(handles):
+        raise InvariantError("no space for a decode step")
+    manager.commit_many(handles, grants["end"])
     manager.take_moves()
     manager.end_step(step)
-    for handle in handles:
-        manager.extend(handle, SAMPLED)
+    manager.extend_many(handles, sampled)
 
 
 class Work:
@@ -263,9 +262,10 @@ class Work:
 
     def decode(self, steps: int) -> dict[str, Any]:
         """Seconds of so many decode steps of the batch."""
+        handles = np.array(self._batch, np.int64)
         with Clock() as clock:
             for _ in range(steps):
-                decode_step(self._pool, self._batch)
+                decode_step(self._pool, handles)
         return {"seconds": clock.seconds}
 
     # ---- memory --------------------------------------------------------------------------------
