@@ -7,15 +7,15 @@ without eviction could hit on our grid. Pools have equal bytes on both sides.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from kvcache.bench.agents_driver import AgentDriver
-from kvcache.bench.agents_peer import PYTHON_SETTING, PYTHON_VARIABLE, ask_peer, check_peer
+from kvcache.bench.agents_peer import ask_peer
 from kvcache.bench.agents_presets import PRESETS, STATE_BYTES, AgentPreset
 from kvcache.bench.agents_trace import TRACES, AgentRequest, AgentTrace, ideal_hit_tokens
+from kvcache.bench.peer import PEER_SECONDS, check_peer, check_seconds, peer_python
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
@@ -24,7 +24,6 @@ from kvcache.retention import Sparse
 STEP_TOKENS = 8192
 """Token budget of one step, on both sides."""
 
-PEERS = ("vllm",)
 _CHECK_EVERY_STEPS = 500
 
 Progress = Callable[[str], None]
@@ -44,6 +43,8 @@ class AgentsBench:
     peer: str | None = None
     peer_python: str | None = None
     """With `peer`: the Python of an environment that has it. None: `KVCACHE_PEER_PYTHON` names it."""
+    peer_seconds: float = PEER_SECONDS
+    """Most that the peer may take for one trace."""
     check: bool = False
     seed: int = 0
     """Of the manager's index. The traces have seeds of their own."""
@@ -52,29 +53,24 @@ class AgentsBench:
         _known("--trace", self.traces, TRACES)
         _known("--preset", self.presets, PRESETS)
         _known("--state-bytes", (self.state_bytes,), STATE_BYTES)
-        if self.peer is not None:
-            _known("--peer", (self.peer,), PEERS)
-        if self.peer is None and self.peer_python is not None:
-            raise ConfigError("--peer-python without --peer: name the peer, or leave both out")
-        if self.peer is not None and not self.python_of_peer:
-            raise ConfigError(
-                f"--peer without {PYTHON_SETTING}: give the Python of an environment that has"
-                f" {self.peer}"
-            )
-        if any(count < 2 for count in self.blocks):
-            raise ConfigError(f"--blocks is {list(self.blocks)}: numbers above 1")
+        peer_python(self.peer, self.peer_python)
+        check_seconds(self.peer_seconds)
+        for count in self.blocks:
+            if count < 2:
+                raise ConfigError(f"--blocks is {count}: it must be above 1")
         for name in self.presets or PRESETS:
             grid = PRESETS[name].geometry(self.state_bytes).grid_tokens
-            if any(interval < 0 or interval % grid for interval in self.intervals):
-                raise ConfigError(
-                    f"--interval is {list(self.intervals)}: multiples of {name}'s hit grid of"
-                    f" {grid} tokens"
-                )
+            for interval in self.intervals:
+                if interval < 0 or interval % grid:
+                    raise ConfigError(
+                        f"--interval is {interval}: it must be 0 or a multiple of {name}'s hit grid"
+                        f" of {grid} tokens"
+                    )
 
     @property
     def python_of_peer(self) -> str:
-        """As given, else by the environment; empty if neither names one."""
-        return self.peer_python or os.environ.get(PYTHON_VARIABLE, "")
+        """As given, else by the environment; empty without a peer."""
+        return peer_python(self.peer, self.peer_python)
 
     def cases(self, trace: str) -> Iterator[_Case]:
         """Models and pool sizes of one trace; a preset without pools for it is left out."""
@@ -214,6 +210,7 @@ class _Traced:
             runs,
             max_running=self.trace.max_running,
             step_tokens=STEP_TOKENS,
+            deadline_seconds=bench.peer_seconds,
             progress=lambda done: self.progress(
                 f"{self.name}: {bench.peer}, {done['preset']}, {done['blocks']} blocks,"
                 f" {done['interval']}"

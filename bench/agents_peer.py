@@ -6,60 +6,14 @@ and the runs; it answers with a line for each of them as it is done.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from kvcache.bench.agents_trace import AgentRequest
-from kvcache.core.errors import ConfigError, KVCacheError
+from kvcache.bench.peer import PEER_SECONDS, SCRIPTS, Conversation
 
-PYTHON_VARIABLE = "KVCACHE_PEER_PYTHON"
-PYTHON_SETTING = f"--peer-python (or {PYTHON_VARIABLE})"
-
-SCRIPT = Path(__file__).parent / "peers" / "vllm_core.py"
-
-
-PROBE = """
-import importlib.util, json, sys
-print(json.dumps({"peer": importlib.util.find_spec(sys.argv[1]) is not None}))
-"""
-PROBE_SECONDS = 60.0
-
-
-def check_peer(python: str, module: str) -> None:
-    """Asks `python` whether it finds the peer's module, without importing it. Under a second.
-
-    Raises:
-        ConfigError: it cannot be started, is no Python, or has no such module.
-    """
-    setting = f"{PYTHON_SETTING} is {python!r}"
-    advice = f"give the Python of an environment that has {module}"
-    try:
-        done = subprocess.run(  # noqa: S603 (the program is the user's own choice)
-            [python, "-c", PROBE, module],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=PROBE_SECONDS,
-            check=False,
-        )
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{setting}: {reason}; {advice}") from error
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"{setting}: it did not answer within {PROBE_SECONDS:g} s; {advice}"
-        ) from error
-    try:
-        answer = json.loads(done.stdout.splitlines()[-1])["peer"]
-    except (ValueError, LookupError, TypeError):
-        raise ConfigError(
-            f"{setting}: it is no Python (it ended with status {done.returncode}); {advice}"
-        ) from None
-    if answer is not True:
-        raise ConfigError(f"{setting}: it has no module {module}; {advice}")
+SCRIPT = SCRIPTS / "vllm_core.py"
 
 
 def ask_peer(
@@ -70,6 +24,7 @@ def ask_peer(
     max_running: int,
     step_tokens: int,
     progress: Callable[[dict[str, Any]], None],
+    deadline_seconds: float = PEER_SECONDS,
     script: Path = SCRIPT,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Let the peer play a trace once for each run; returns its environment and its figures.
@@ -78,7 +33,8 @@ def ask_peer(
 
     Raises:
         ConfigError: `python` is no program that can be started.
-        KVCacheError: the peer failed; the message ends with the last line it wrote.
+        KVCacheError: the peer failed, the message ends with the last line it wrote; or it was not
+            done after `deadline_seconds`.
     """
     question = {
         "trace": [[r.session, r.prompt.tolist(), r.output.tolist()] for r in requests],
@@ -86,59 +42,14 @@ def ask_peer(
         "step_tokens": step_tokens,
         "runs": list(runs),
     }
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as complaints:
-        try:
-            peer = subprocess.Popen(  # noqa: S603 (the program is the user's own choice)
-                [python, str(script)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=complaints,
-                encoding="utf-8",
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"{PYTHON_SETTING} is {python!r}: {error.strerror or error}: give the Python of an"
-                " environment that has vllm"
-            ) from error
-        with peer:
-            try:
-                answers = _converse(peer, json.dumps(question), progress)
-            except BaseException:
-                peer.kill()
-                raise
-        if peer.returncode or len(answers) != len(runs) + 1:
-            raise KVCacheError(
-                f"the peer ({python} {script.name}) ended with status {peer.returncode} after"
-                f" {max(0, len(answers) - 1)} of {len(runs)} runs: {_last_line(complaints)}"
-            )
-    return answers[0], answers[1:]
-
-
-def _converse(
-    peer: subprocess.Popen[str], question: str, progress: Callable[[dict[str, Any]], None]
-) -> list[dict[str, Any]]:
-    """Ask, then read one object a line; the first is the environment."""
-    answers: list[dict[str, Any]] = []
-    assert peer.stdin is not None
-    assert peer.stdout is not None
-    try:
-        peer.stdin.write(question)  # the peer reads all of it before it does anything else
-        peer.stdin.close()
-    except BrokenPipeError:
-        return answers
-    for line in peer.stdout:
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            continue  # libraries that the peer loads may print
-        if isinstance(answer, dict):
-            answers.append(answer)
-            if len(answers) > 1:
-                progress(answer)
-    return answers
-
-
-def _last_line(complaints: IO[str]) -> str:
-    complaints.seek(0)
-    lines = [line.strip() for line in complaints if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    name = f"the peer ({python} {script.name})"
+    with Conversation([python, str(script)], name=name, deadline_seconds=deadline_seconds) as peer:
+        peer.tell(question, last=True)
+        peer.doing = f"after 0 of {len(runs)} runs"
+        environment, results = peer.hear(), []
+        for done in range(len(runs)):
+            results.append(peer.hear())
+            peer.doing = f"after {done + 1} of {len(runs)} runs"
+            progress(results[-1])
+        peer.finish()
+    return environment, results

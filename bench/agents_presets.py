@@ -173,3 +173,12 @@ PRESETS = {
 """By name. `gptoss`: full + window 128. `gemma3`: full + five windows of 1024. `qwen3next`, `kimi_k3`:
 full or MLA + three recurrent groups. `dsv4`: compressed + window + pooling states. `mixed3`: full +
 window + recurrent."""
+
+
+FULL16 = AgentPreset(peer_groups=(_peer("full", 16),), attention=(_full(16),), pools={})
+"""One full group with blocks of 16 tokens, for `kvcache bench manager`."""
+
+
+def comparison_model(name: str) -> AgentPreset:
+    """One of `PRESETS`, or `FULL16` by the name "full16"."""
+    return FULL16 if name == "full16" else PRESETS[name]

@@ -7,8 +7,6 @@ the median over the pairs.
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.bench.dense import Dense
+from kvcache.bench.machine import machine
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
 from kvcache.core.records import StatePlan
@@ -246,25 +245,11 @@ def _compare(
 
 def _machine(threads: int) -> dict[str, Any]:
     return {
-        "processor": _processor(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "load_average": os.getloadavg()[0],
+        **machine(),
         "threads": threads,
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "python": platform.python_version(),
     }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:  # noqa: PTH123
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.machine()
 
 
 def describe(report: dict[str, Any]) -> Sequence[str]:

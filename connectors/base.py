@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 from kvcache.connectors.key_events import KeyEvent
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.records import KEYED_DTYPE
+from kvcache.core.values import whole
 
 __all__ = [
     "KEYED_DTYPE",
@@ -133,6 +134,10 @@ class PageRegion:
     pages: int
     stride_bytes: int = 0
     """From a page to the next; 0: they touch."""
+
+    def __post_init__(self) -> None:
+        for name in ("address", "page_bytes", "pages", "stride_bytes"):
+            object.__setattr__(self, name, whole(getattr(self, name), f"PageRegion.{name}"))
 
     @property
     def step_bytes(self) -> int:

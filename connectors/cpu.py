@@ -24,6 +24,7 @@ from kvcache.core.copy import CopySegment, copy_pages
 from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.layout import Geometry
+from kvcache.core.values import flag, sequence, shown, whole
 
 DEFAULT_BATCH_BYTES = 16 << 20
 """About 2 ms of copying: how fine deadlines are, and how long a load waits for a store."""
@@ -93,11 +94,21 @@ class CpuWorker(TierWorker):
     """Cuts transfers into batches and lets the copy thread run them.
 
     The host memory is unmapped when the copy thread has ended, by `close` or otherwise.
+
+    Args:
+        groups: names of the geometry's groups, for messages.
     """
 
     def __init__(
-        self, pool: HostPool, *, queue_depth: int, batch_bytes: int, copy: CopyFunction
+        self,
+        pool: HostPool,
+        *,
+        groups: Sequence[str],
+        queue_depth: int,
+        batch_bytes: int,
+        copy: CopyFunction,
     ) -> None:
+        self._groups = tuple(groups)
         self._slots = pool.regions
         self._pages: tuple[PageRegion, ...] = ()
         self._batch_bytes = batch_bytes
@@ -113,7 +124,7 @@ class CpuWorker(TierWorker):
             raise ConfigError(
                 f"register got {len(regions)} regions: this connector has {len(self._slots)} groups"
             )
-        for group, (region, slot) in enumerate(zip(regions, self._slots, strict=True)):
+        for name, region, slot in zip(self._groups, regions, self._slots, strict=True):
             if (
                 region.page_bytes != slot.page_bytes
                 or region.step_bytes < region.page_bytes
@@ -121,7 +132,7 @@ class CpuWorker(TierWorker):
                 or region.address < 1
             ):
                 raise ConfigError(
-                    f"register: region of group {group} has {region.pages} pages of"
+                    f"register: the region of group {name!r} has {region.pages} pages of"
                     f" {region.page_bytes} bytes, {region.step_bytes} apart, at address"
                     f" {region.address}: it needs pages of"
                     f" {slot.page_bytes} bytes, as the geometry says"
@@ -220,12 +231,15 @@ class CpuConnector(Connector):
         copy: CopyFunction = native_copy,
         seed: int = 0,
     ) -> None:
+        if not isinstance(geometry, Geometry):
+            raise ConfigError(f"geometry is {shown(geometry)}: give a Geometry")
+        events, seed = flag(events, "CpuConnector.events"), whole(seed, "CpuConnector.seed")
         _require_whole("queue_depth", queue_depth)
         _require_whole("batch_bytes", batch_bytes)
-        if not (deadline_seconds > 0 and math.isfinite(deadline_seconds)):
+        if not _is_time(deadline_seconds):
             raise ConfigError(
-                f"CpuConnector.deadline_seconds is {deadline_seconds}: it must be above 0 and"
-                " finite"
+                f"CpuConnector.deadline_seconds is {shown(deadline_seconds)}: it must be a number of"
+                " seconds, above 0 and finite"
             )
         if (capacity_bytes is None) == (pages is None):
             raise ConfigError("CpuConnector needs either capacity_bytes or pages, and not both")
@@ -235,18 +249,35 @@ class CpuConnector(Connector):
                 geometry, capacity_bytes, state_interval_tokens=state_interval_tokens
             )
         elif pages is not None:
-            setting, slots = "CpuConnector.pages", tuple(pages)
+            setting = "CpuConnector.pages"
+            slots = tuple(sequence(pages, setting))
         _require_slots(geometry, slots, setting)
         sizes = [group.page_bytes for group in geometry.groups]
         pool = HostPool(sizes, slots, setting=setting)
         super().__init__(
             name="cpu",
             scheduler=PoolScheduler(
-                sizes, slots, deadline_seconds=deadline_seconds, events=events, seed=seed
+                sizes,
+                slots,
+                deadline_seconds=deadline_seconds,
+                events=events,
+                seed=seed,
             ),
-            worker=CpuWorker(pool, queue_depth=queue_depth, batch_bytes=batch_bytes, copy=copy),
+            worker=CpuWorker(
+                pool,
+                groups=[group.name for group in geometry.groups],
+                queue_depth=queue_depth,
+                batch_bytes=batch_bytes,
+                copy=copy,
+            ),
             medium=MEDIUM_CPU,
         )
+
+
+def _is_time(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value > 0 and math.isfinite(value)
 
 
 def _require_slots(geometry: Geometry, slots: Sequence[object], setting: str) -> None:

@@ -26,6 +26,7 @@ twice) is settled here; the engine only ever sees a request that runs or one tha
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -48,11 +49,21 @@ from kvcache.connectors.base import (
     failed,
 )
 from kvcache.connectors.event_stream import TierStream
-from kvcache.connectors.offload_records import Faults, Load, Reach, require_covering
-from kvcache.core.errors import ConfigError, InvariantError, MisuseError
+from kvcache.connectors.offload_records import (
+    Faults,
+    Load,
+    Reach,
+    hand_back,
+    require_alone,
+    require_covering,
+    require_parts,
+    take_over,
+)
+from kvcache.core.errors import ConfigError, HandleError, InvariantError, MisuseError
 from kvcache.core.events.records import Event
 from kvcache.core.manager import Manager
 from kvcache.core.records import Grant, Hit
+from kvcache.core.values import shown, wait_seconds, whole
 
 STORE_BYTES = 64 << 20
 """Most bytes of one store: its device pages are held until all of it is done."""
@@ -81,28 +92,32 @@ class Offload:
         connector: the tier. `close` closes it.
         regions: memory of the device pages, for each group; must outlive `close`.
 
+    Raises:
+        ConfigError: a manager without a journal or without a bound, or regions that do not cover it.
+        MisuseError: another `Offload` of the manager is open.
+
     Not thread-safe. No call but `wait`, `drain` and `close` waits.
     """
 
     def __init__(
         self, manager: Manager, connector: Connector, regions: Sequence[PageRegion]
     ) -> None:
-        groups = manager.geometry.groups
-        if not manager.keeps_journal:
-            raise ConfigError(
-                "Offload stores what the manager's journal tells: make it with Manager(journal=True)"
-            )
+        require_parts(manager, connector)
         require_covering(regions, manager.geometry, manager.arena_stats().slabs)
+        require_alone(manager)
         self.manager = manager
         self._scheduler = connector.scheduler
         self._worker = connector.worker
         self._worker.register(regions)
+        take_over(manager, self)
         self._stream = TierStream(manager.group_labels(), connector.medium)
-        self._page_bytes = np.array([g.page_bytes for g in groups], np.int64)
+        self._page_bytes = np.array([g.page_bytes for g in manager.geometry.groups], np.int64)
         self._held: dict[int, Reach | None] = {}
         """Requests for which the tier holds something since their lookup; None: of all keys."""
         self._faults: dict[int, Faults] = {}
         self._loads: dict[int, Load] = {}
+        self._dropped: list[int] = []
+        """Loads of grants that were never started, of requests that were released since."""
         self._stores: dict[int, NDArray[np.void]] = {}
         self._backlog = np.empty(0, KEYED_DTYPE)
         self._ended: list[tuple[int, bool]] = []
@@ -119,7 +134,8 @@ class Offload:
         May be repeated every step: the tier answers from memory if nothing changed. It keeps what
         it promised until `start_load` or `release`.
         """
-        manager, faults = self.manager, self._faults.get(handle)
+        manager = self.manager
+        namespace, faults = manager.info(handle).namespace, self._faults.get(handle)
         if faults is not None and faults.loads >= MAX_FAILED_LOADS:
             return manager.lookup(handle)
         digests = manager.group_digests(handle)
@@ -127,7 +143,7 @@ class Offload:
         reach = self._held.setdefault(handle, None)
         if reach is not None and reach[:2] == (self._stored, lengths):
             digests = [rows[:n] for rows, n in zip(digests, reach.rows, strict=True)]
-        keys = RequestKeys(handle, manager.info(handle).namespace, digests)
+        keys = RequestKeys(handle, namespace, digests)
         present = self._scheduler.lookup(keys)
         if present is None:
             return None
@@ -159,6 +175,12 @@ class Offload:
         Raises:
             MisuseError: it was started before.
         """
+        whole(handle, "handle")
+        if not isinstance(grant, Grant):
+            raise ConfigError(
+                f"grant is {shown(grant)}: give the Grant that Manager.allocate gave; where it gave"
+                " None there is nothing to load yet"
+            )
         if not grant.load:
             self._unhold(handle)
             return True
@@ -168,6 +190,8 @@ class Offload:
         pages = KeyedPages(items, self.manager.namespaces)
         transfer = self._scheduler.plan_load(handle, pages)
         self._held.pop(handle, None)
+        if grant.load in self._dropped:
+            self._dropped.remove(grant.load)
         error = self._submit(transfer)
         if error:
             self.manager.end_load(grant.load, np.zeros(len(items), np.uint8))
@@ -181,9 +205,12 @@ class Offload:
     def release(self, handle: int) -> None:
         """Drop what the tier holds for a request: before its preempt, or to drop its lookup.
 
-        The result of a load in flight for it is not reported any more. What could not be loaded
-        for it stays known.
+        The result of a load in flight for it is not reported any more. One that was granted and
+        never started ends by the next `poll`. What could not be loaded for it stays known.
         """
+        dropped = self._unstarted(whole(handle, "handle"))
+        if dropped:
+            self._dropped.append(dropped)
         self._unhold(handle)
         for load in self._loads.values():
             if load.handle == handle:
@@ -193,6 +220,17 @@ class Offload:
         """`release`, and nothing is known of the request: before its finish or abort."""
         self.release(handle)
         self._faults.pop(handle, None)
+
+    def _unstarted(self, handle: int) -> int:
+        """The load that was granted to a request after its lookup, and not started; 0: none."""
+        if handle not in self._held:
+            return 0
+        try:
+            load = self.manager.info(handle).load
+        except HandleError:
+            return 0
+        known = load in self._dropped or any(it.load == load for it in self._loads.values())
+        return 0 if known else load
 
     def _unhold(self, handle: int) -> None:
         if handle in self._held:
@@ -280,6 +318,11 @@ class Offload:
         return ended
 
     def _collect(self) -> None:
+        while self._dropped:
+            dropped = self._dropped.pop()
+            with contextlib.suppress(HandleError):  # the engine has ended it
+                count = len(self.manager.load_items(dropped))
+                self.manager.end_load(dropped, np.zeros(count, np.uint8))
         stores = len(self._stores)
         for result in self._worker.poll():
             self._take(result)
@@ -325,6 +368,7 @@ class Offload:
 
     def wait(self, timeout_seconds: float) -> bool:
         """Block until `poll` has something to do, or the time is over. For idle engines."""
+        timeout_seconds = wait_seconds(timeout_seconds, "timeout_seconds")
         return bool(self._ended) or self._wait(timeout_seconds)
 
     def _wait(self, timeout_seconds: float) -> bool:
@@ -340,9 +384,9 @@ class Offload:
 
         Results of loads stay for the next `poll`.
         """
-        end = time.monotonic() + timeout_seconds
+        end = time.monotonic() + wait_seconds(timeout_seconds, "timeout_seconds")
         self.end_of_step()
-        while self._loads or self._stores or len(self._backlog):
+        while self._loads or self._stores or self._dropped or len(self._backlog):
             remaining = end - time.monotonic()
             if remaining <= 0:
                 return False
@@ -357,10 +401,13 @@ class Offload:
         False: a copy did not end in time; its pages stay pinned until its result was polled, and
         the regions must stay until another call says True.
         """
+        timeout_seconds = wait_seconds(timeout_seconds, "timeout_seconds")
         self._gone_pages += len(self._backlog)
         self._backlog = self._backlog[:0]
         closed = self._worker.close(timeout_seconds)
         self._collect()
+        if closed:
+            hand_back(self.manager, self)
         return closed
 
     # ---- events, counts and invariants ---------------------------------------------------------
@@ -390,8 +437,17 @@ class Offload:
         return replace(stats, dropped_store_pages=stats.dropped_store_pages + gone)
 
     def check(self) -> None:
-        """Raise `InvariantError` if pins and transfers disagree. O(pages)."""
+        """Raise `InvariantError` if pins, loads and transfers disagree. O(pages)."""
         self._scheduler.check()
+        waiting = sum(self._unstarted(handle) > 0 for handle in self._held)
+        known = len(self._loads) + len(self._dropped) + waiting
+        loads = self.manager.stats().open_loads
+        if loads != known:
+            raise InvariantError(
+                f"{loads} loads are open in the manager, {known} are known here: each grant that"
+                " names a load goes to start_load, or its request to release or forget before it is"
+                " preempted or closed"
+            )
         pinned, expected = self.manager.stats().pinned, sum(map(len, self._stores.values()))
         if pinned != expected:
             raise InvariantError(f"{pinned} device pages are pinned, stores know of {expected}")

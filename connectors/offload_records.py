@@ -1,7 +1,8 @@
-"""What `Offload` remembers of requests (pins, loads in flight, what failed), and needs of regions."""
+"""What `Offload` remembers of requests (pins, loads in flight, what failed), and what it needs."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.connectors.base import PageRegion, Transfer
-from kvcache.core.errors import ConfigError, HandleError
+from kvcache.connectors.base import Connector, PageRegion, Transfer
+from kvcache.core.errors import ConfigError, HandleError, MisuseError
 from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
+from kvcache.core.values import sequence, shown
 
 
 class Reach(NamedTuple):
@@ -66,8 +68,26 @@ class Faults:
                 self.lost.append((group, ends // span - 1))
 
 
+def require_parts(manager: Manager, connector: Connector) -> None:
+    """`ConfigError` unless they can work together."""
+    if not isinstance(manager, Manager):
+        raise ConfigError(f"manager is {shown(manager)}: give a Manager")
+    if not isinstance(connector, Connector):
+        raise ConfigError(f"connector is {shown(connector)}: give a Connector")
+    if not manager.keeps_journal:
+        raise ConfigError(
+            "Offload stores what the manager's journal tells: make it with Manager(journal=True)"
+        )
+    if manager.unlimited:
+        raise ConfigError(
+            "Offload needs memory for every page, and the arena of this manager is UNLIMITED: give"
+            " Manager(slabs=geometry.slabs_in(bytes))"
+        )
+
+
 def require_covering(regions: Sequence[PageRegion], geometry: Geometry, slabs: int) -> None:
     """`ConfigError` unless there is a region for each group, with every page that it may get."""
+    regions = sequence(regions, "regions", of=PageRegion)
     groups = len(geometry.groups)
     if len(regions) != groups:
         raise ConfigError(f"{len(regions)} regions for {groups} groups: give one each")
@@ -78,3 +98,31 @@ def require_covering(regions: Sequence[PageRegion], geometry: Geometry, slabs: i
                 f"the region of group {spec.name!r} has {region.pages} pages, an arena of {slabs}"
                 f" slabs has up to {pages}: make the region larger, or lower the manager's slabs"
             )
+
+
+# ---- one reader of a manager's journal -------------------------------------------------------------
+
+_READERS: weakref.WeakKeyDictionary[Manager, weakref.ref[object]] = weakref.WeakKeyDictionary()
+"""Who stores what a manager's journal tells, until it was closed or is gone."""
+
+
+def require_alone(manager: Manager) -> None:
+    """`MisuseError` where somebody reads the manager's journal already."""
+    reader = _READERS.get(manager)
+    if reader is not None and reader() is not None:
+        raise MisuseError(
+            "another Offload of this manager is open: each would store some of the pages that get a"
+            " key, and neither all of them; close that one first, or make a second manager"
+        )
+
+
+def take_over(manager: Manager, reader: object) -> None:
+    """From now on `reader` is the one."""
+    _READERS[manager] = weakref.ref(reader)
+
+
+def hand_back(manager: Manager, reader: object) -> None:
+    """`reader` reads no more."""
+    held = _READERS.get(manager)
+    if held is not None and held() is reader:
+        del _READERS[manager]

@@ -52,9 +52,8 @@ bool Manager::gather(const Request& r, Adoption* adoption) const {
 
 // Would the oldest request keep its quota with this hit?
 bool Manager::keeps_quota(const Adoption& adoption, const Request& r) const {
-    std::vector<int64_t> needs = class_needs(r.max_tokens);
-    std::vector<std::vector<bool>> seen(needs.size());
-    std::vector<int64_t> pinned(needs.size(), 0);
+    std::vector<std::vector<bool>> seen(pages_per_slab_.size());
+    std::vector<int64_t> pinned(pages_per_slab_.size(), 0);
     for (int32_t g = 0; g < n_groups_; ++g) {
         const auto c = static_cast<size_t>(rules(g).size_class);
         seen[c].resize(static_cast<size_t>(arena_.created_slabs()));
@@ -66,7 +65,7 @@ bool Manager::keeps_quota(const Adoption& adoption, const Request& r) const {
         }
     }
     int64_t quota = 0;
-    for (size_t c = 0; c < needs.size(); ++c) quota += std::max(needs[c], pinned[c]);
+    for (size_t c = 0; c < pages_per_slab_.size(); ++c) quota += std::max(r.needs[c], pinned[c]);
     return quota <= arena_.slabs();
 }
 

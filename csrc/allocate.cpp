@@ -72,12 +72,7 @@ int64_t Manager::new_pages(const Request& r, int32_t group, const Demand& demand
 Manager::Demand Manager::demand_of(const Request& r, const Adoption* adoption, int64_t start, int64_t end,
                                    int64_t sure) const {
     const int64_t drafts = std::max<int64_t>(end - sure, 0);
-    Demand demand{start,
-                  end,
-                  make_plan(r, start, end, drafts),
-                  {},
-                  std::vector<int64_t>(groups_.size(), 0),
-                  std::vector<int64_t>(pages_per_slab_.size(), 0)};
+    Demand demand{start, end, make_plan(r, start, end, drafts), {}, {}, {}};
     const auto points = static_cast<int64_t>(demand.plan.size());
     const bool in_place = !adoption && !r.working.pages.empty();
     // Pages of an uncommitted grant are used again; the one in place is the working state's.
@@ -107,7 +102,7 @@ Manager::Demand Manager::demand_of(const Request& r, const Adoption* adoption, i
 
 // Slabs that the request alone would fill after the grant, at least what it was admitted with.
 int64_t Manager::slabs_after(const Request& r, const Adoption* adoption, const Demand& demand) const {
-    std::vector<int64_t> held = demand.classes;
+    std::array<int64_t, kMostGroups> held = demand.classes;
     for (int32_t g = 0; g < n_groups_; ++g) {
         const auto c = static_cast<size_t>(rules(g).size_class);
         const auto i = static_cast<size_t>(g);
@@ -124,10 +119,9 @@ int64_t Manager::slabs_after(const Request& r, const Adoption* adoption, const D
         if (r.plan_open) states += static_cast<int64_t>(r.plan.size()) - !r.working.pages.empty();
         for (const int32_t g : states_) held[static_cast<size_t>(rules(g).size_class)] += states;
     }
-    const std::vector<int64_t> needs = class_needs(r.max_tokens);
     int64_t slabs = 0;
-    for (size_t c = 0; c < held.size(); ++c)
-        slabs += std::max(needs[c], (held[c] + pages_per_slab_[c] - 1) / pages_per_slab_[c]);
+    for (size_t c = 0; c < pages_per_slab_.size(); ++c)
+        slabs += std::max(r.needs[c], (held[c] + pages_per_slab_[c] - 1) / pages_per_slab_[c]);
     return slabs;
 }
 
@@ -180,8 +174,28 @@ int32_t Manager::need(int64_t handle, int64_t n_tokens, int64_t n_drafts, int64_
     const int64_t sure = start + (adoption.loads ? 0 : n_tokens);
     const int64_t end = adoption.loads ? sure : sure + n_drafts;
     const Demand demand = fitting_demand(*r, waiting ? &adoption : nullptr, start, end, sure);
-    std::copy(demand.pages.begin(), demand.pages.end(), pages);
+    std::copy_n(demand.pages.begin(), n_groups_, pages);
     return KVC_OK;
+}
+
+// A grant that ends within the blocks and the state that the request has: most decode steps.
+bool Manager::grant_within(Request& r, int64_t end, int64_t drafts) {
+    const int64_t at = r.committed;
+    if (drafts || r.granted != at || (at + piece_ - 1) / piece_ != (end + piece_ - 1) / piece_) return false;
+    if (!states_.empty()) {
+        if (end == at || end % grid_ == 0 || r.working.pages.empty()) return false;
+        r.plan.resize(1);
+        Point& point = r.plan[0];
+        point.position = end;
+        point.pages = r.working.pages;
+        point.frozen = point.declared = false;
+        point.wanted = 0;
+        r.plan_source = r.working.pages;
+        r.plan_open = true;
+    }
+    r.granted = end;
+    r.drafts = 0;
+    return true;
 }
 
 // ---- the call -----------------------------------------------------------------------------------------------------
@@ -200,6 +214,11 @@ int32_t Manager::allocate(int64_t handle, int64_t n_tokens, int64_t n_drafts, kv
     if (frozen_ && !oldest) {
         r->blockage = KVC_BLOCKED_FROZEN;
         return KVC_NO_SPACE;
+    }
+    if (!waiting && grant_within(*r, at + n_tokens, n_drafts)) {
+        if (oldest) frozen_ = false;
+        *out = {0, at, r->granted, 0, 0};
+        return KVC_OK;
     }
     const int64_t sure = at + (adoption.loads ? 0 : n_tokens);
     Demand demand = fitting_demand(*r, adopted, at, adoption.loads ? sure : sure + n_drafts, sure);

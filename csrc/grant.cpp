@@ -31,6 +31,7 @@ void Manager::start(Request& r, const Adoption& adoption, Point state, Load* loa
                 if (page >= 0 && !group.full()) arena_.keep(g, page);
     }
     if (!state.pages.empty()) r.points.push_back(std::move(state));
+    r.seen = {};
     ++r.run;
     ++holders_;
     r.present.clear();
@@ -111,9 +112,8 @@ void Manager::grant(Request& r, Demand demand) {
 
 // All memory that a grant needs, so that running out of it changes nothing.
 void Manager::reserve_grant(Request& r, const Adoption* adoption, Demand* demand) {
-    std::vector<int64_t> keys(groups_.size(), 0);
-    if (adoption && adoption->loads) keys = demand->pages;
-    arena_.reserve(demand->classes, keys);
+    const auto groups = static_cast<size_t>(adoption && adoption->loads ? n_groups_ : 0);  // that get keys at once
+    arena_.reserve(std::span(demand->classes).first(pages_per_slab_.size()), std::span(demand->pages).first(groups));
     if (adoption) {
         r.tables.assign(groups_.size(), {});
         r.holes.assign(groups_.size(), {});
@@ -159,8 +159,9 @@ bool Manager::secure_grant(const Request& r, const Adoption* adoption, const Dem
     };
     for (int32_t g = 0; adoption && g < n_groups_; ++g) arena_.adopt_run(g, adoption->pages[static_cast<size_t>(g)]);
     if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });
+    const auto pages = std::span(demand.classes).first(pages_per_slab_.size());
     try {
-        if (oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes)) {
+        if (oldest ? arena_.secure_mine(pages) : arena_.secure(pages)) {
             arena_.commit_mark();
             return true;
         }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "error.h"
 
@@ -23,6 +24,7 @@ Manager::Manager(const kvc_config& config, const kvc_group* groups)
       pages_per_slab_(config.pages_per_slab, config.pages_per_slab + config.n_classes),
       unit_(config.hash_unit_tokens),
       grid_(config.grid_tokens),
+      piece_(config.hash_unit_tokens),
       max_open_steps_(config.max_open_steps),
       chain_(compress_function(ShaPath::kBest)),
       arena_(config.slabs, pages_per_slab_, classes_of(config, groups), config.movable != 0, config.seed, this),
@@ -32,6 +34,7 @@ Manager::Manager(const kvc_config& config, const kvc_group* groups)
         const GroupRules& group = groups_.emplace_back(groups[g], unit_);
         if (group.full() && group.votes()) full_.push_back(g);
         if (group.span()) spans_.push_back(g);
+        if (group.block_tokens) piece_ = std::gcd(piece_, int64_t{group.block_tokens});
         if (group.state()) {
             states_.push_back(g);
             state_set_ |= GroupSet{1} << g;
@@ -95,9 +98,11 @@ int32_t Manager::table(int64_t handle, int32_t group, int64_t first, int32_t* pa
     const Request* r = find(handle);
     if (!r) return unknown(handle);
     if (const auto status = check_group(group)) return status;
-    if (rules(group).state() || first < 0)
-        return fail(KVC_E_ARGUMENT, "group %d, block %lld: state groups have no block table, others from block 0 on",
-                    group, static_cast<L>(first));
+    if (rules(group).state())
+        return fail(KVC_E_ARGUMENT, "group %d has states and no blocks: use state_plan in place of its block table",
+                    group);
+    if (first < 0)
+        return fail(KVC_E_ARGUMENT, "group %d, block %lld: blocks count from 0", group, static_cast<L>(first));
     *n = 0;
     if (r->tables.empty()) return KVC_OK;
     const Table& table = r->tables[static_cast<size_t>(group)];

@@ -119,8 +119,8 @@ class Manager final : private KeyListener {
         int64_t end = 0;
         std::vector<Point> plan;
         std::vector<std::vector<BlockRange>> blocks;  // of transient groups: those that have a page, from `start` on
-        std::vector<int64_t> pages;                   // new ones, per group
-        std::vector<int64_t> classes;                 // ... and per class
+        std::array<int64_t, kMostGroups> pages{};     // new ones, per group
+        std::array<int64_t, kMostGroups> classes{};   // ... and per class
     };
     Request* guaranteed();
     bool gather(const Request& r, Adoption* adoption) const;
@@ -133,6 +133,7 @@ class Manager final : private KeyListener {
     void reserve_grant(Request& r, const Adoption* adoption, Demand* demand);
     bool secure_grant(const Request& r, const Adoption* adoption, const Demand& demand);
     bool try_grant(Request& r, const Adoption* adoption, Demand demand);
+    bool grant_within(Request& r, int64_t end, int64_t drafts);
     int32_t no_space(Request& r);
     bool alone(const Request& r) const;
     void start(Request& r, const Adoption& adoption, Point state, Load* load);
@@ -147,6 +148,8 @@ class Manager final : private KeyListener {
     Step* fence_of(const Request& r);
     Step* open_step(int64_t id);
     const Step* open_step(int64_t id) const { return const_cast<Manager*>(this)->open_step(id); }
+    Progress progress(const Request& r, int64_t computed, int64_t tokens) const;
+    bool commit_within(Request& r, int64_t upto, Step& step);
     int32_t check_commit(const Request* r, int64_t handle, int64_t upto) const;
     void commit_points(Request& r, std::vector<Point> plan, int64_t upto, int64_t step);
     struct Room {
@@ -226,6 +229,7 @@ class Manager final : private KeyListener {
     std::vector<int32_t> pages_per_slab_;  // per class
     int64_t unit_;
     int64_t grid_;
+    int64_t piece_;  // of tokens: every block, hash unit and grid unit is a multiple of it
     int64_t max_open_steps_;
     BlockChain chain_;
     Arena arena_;

@@ -21,6 +21,15 @@ int32_t enter(kvc_manager* manager, Body&& body) {
     return kvc::exclusively(manager->exclusive, "manager", [&] { return body(manager->manager); });
 }
 
+// Calls body(0) to body(n - 1), up to the first that is not KVC_OK.
+template <typename Body>
+int32_t one_by_one(int64_t n, int64_t* done, Body&& body) {
+    if (const auto status = not_null("done", done)) return status;
+    for (*done = 0; *done < n; ++*done)
+        if (const auto status = body(*done)) return status;
+    return KVC_OK;
+}
+
 }  // namespace
 
 extern "C" {
@@ -108,6 +117,50 @@ int32_t kvc_commit(kvc_manager* manager, int64_t handle, int64_t upto) {
 
 int32_t kvc_end_step(kvc_manager* manager, int64_t step) {
     return enter(manager, [&](kvc::Manager& m) { return m.end_step(step); });
+}
+
+int32_t kvc_allocate_many(kvc_manager* manager, const int64_t* handles, const int64_t* n_tokens,
+                          const int64_t* n_drafts, int64_t n, kvc_grant* out, int64_t* done) {
+    return enter(manager, [&](kvc::Manager& m) {
+        if (const auto status = check_array("handles", handles, n)) return status;
+        if (const auto status = check_array("n_tokens", n_tokens, n)) return status;
+        if (const auto status = check_array("out", out, n)) return status;
+        return one_by_one(n, done, [&](int64_t i) {
+            return m.allocate(handles[i], n_tokens[i], n_drafts ? n_drafts[i] : 0, &out[i]);
+        });
+    });
+}
+
+int32_t kvc_commit_many(kvc_manager* manager, const int64_t* handles, const int64_t* upto, int64_t n, int64_t* done) {
+    return enter(manager, [&](kvc::Manager& m) {
+        if (const auto status = check_array("handles", handles, n)) return status;
+        if (const auto status = check_array("upto", upto, n)) return status;
+        return one_by_one(n, done, [&](int64_t i) { return m.commit(handles[i], upto[i]); });
+    });
+}
+
+int32_t kvc_extend_many(kvc_manager* manager, const int64_t* handles, const int32_t* tokens, int64_t n_tokens,
+                        const int64_t* counts, int64_t n, int64_t* done) {
+    return enter(manager, [&](kvc::Manager& m) -> int32_t {
+        if (const auto status = check_array("handles", handles, n)) return status;
+        if (const auto status = check_array("tokens", tokens, n_tokens)) return status;
+        int64_t left = n_tokens;
+        for (int64_t i = 0; i < n; ++i) {
+            const int64_t count = counts ? counts[i] : 1;
+            if (count < 0 || count > left)
+                return fail(KVC_E_ARGUMENT, "%lld tokens for request %lld of %lld, %lld are left",
+                            static_cast<long long>(count), static_cast<long long>(i), static_cast<long long>(n),
+                            static_cast<long long>(left));
+            left -= count;
+        }
+        if (left) return fail(KVC_E_ARGUMENT, "%lld tokens more than the requests get", static_cast<long long>(left));
+        return one_by_one(n, done, [&](int64_t i) {
+            const int64_t count = counts ? counts[i] : 1;
+            const int32_t* const own = tokens;
+            tokens += count;
+            return m.extend(handles[i], own, count);
+        });
+    });
 }
 
 int32_t kvc_finish(kvc_manager* manager, int64_t handle) {

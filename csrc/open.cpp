@@ -8,6 +8,10 @@ namespace kvc {
 
 using L = long long;
 
+namespace {
+constexpr int64_t kFirstOutput = 1024;  // tokens that a request can be given before its memory grows
+}
+
 // ---- admission ------------------------------------------------------------------------------------------------------
 
 // Slabs of each class that a request of so many tokens has to be able to hold at one time.
@@ -65,6 +69,7 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
     r.ns = args.ns;
     r.foreign = args.tokens == nullptr;
     r.max_tokens = args.max_tokens;
+    r.needs = class_needs(args.max_tokens);
     r.intervals.assign(groups_.size(), 0);
     for (int64_t i = 0; i < args.n_media; ++i) {
         Media item{args.media[i].offset, args.media[i].length, {}};
@@ -78,6 +83,9 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
         if (args.n_digests) std::memcpy(r.digests.data(), args.digests, r.digests.size() * 32);
     } else {
         std::memcpy(r.root.bytes, args.root, 32);
+        const int64_t soon = std::min(args.max_tokens, args.n_tokens + args.n_tokens / 32 + kFirstOutput);
+        r.tokens.reserve(static_cast<size_t>(soon));
+        r.digests.reserve(static_cast<size_t>(soon / unit_));
         append_tokens(r, args.tokens, args.n_tokens);
     }
     r.n_prompt = args.n_tokens;
@@ -156,11 +164,14 @@ int32_t Manager::extend(int64_t handle, const int32_t* tokens, int64_t n) {
         return fail(KVC_E_ARGUMENT, "request %lld has foreign keys: extend it by a count", static_cast<L>(handle));
     if (!r->foreign && !tokens && n)
         return fail(KVC_E_ARGUMENT, "request %lld has native keys: extend it by tokens", static_cast<L>(handle));
-    Room room;
-    if (r->state == RequestState::kRunning) reserve_settle(*r, r->computed, r->n_tokens + n, &room);
+    const bool settles = r->state == RequestState::kRunning && progress(*r, r->computed, r->n_tokens + n) != r->seen;
+    if (settles) {
+        Room room;
+        reserve_settle(*r, r->computed, r->n_tokens + n, &room);
+    }
     if (r->foreign) r->n_tokens += n;
     else append_tokens(*r, tokens, n);
-    if (r->state == RequestState::kRunning) settle(*r);
+    if (settles) settle(*r);
     return KVC_OK;
 }
 
@@ -222,6 +233,7 @@ int32_t Manager::retain(int64_t handle, const int64_t* intervals, const int64_t*
         if (!has(sparse, g)) copy[static_cast<size_t>(g)] = 0;
     r->intervals = std::move(copy);
     r->kept = std::move(kept);
+    r->seen = {};
     return KVC_OK;
 }
 

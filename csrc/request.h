@@ -77,6 +77,15 @@ struct Media {
 
 enum class RequestState : int32_t { kWaiting = 0, kRunning = 1, kLoading = 2 };
 
+// What settle() depends on, in pieces of tokens in which nothing becomes whole.
+struct Progress {
+    int64_t computed = -1;
+    int64_t told = -1;
+    int64_t links = -1;
+
+    bool operator==(const Progress&) const = default;
+};
+
 struct Request {
     int64_t handle = 0;
     int64_t order = 0;  // age: lower is older
@@ -95,6 +104,7 @@ struct Request {
     int64_t n_tokens = 0;
     int64_t n_prompt = 0;
     int64_t max_tokens = 0;
+    std::vector<int64_t> needs;     // slabs of each class that it has to be able to hold
     int64_t key_limit = INT64_MAX;  // foreign requests bring no keys for tokens beyond
 
     // Retention.
@@ -129,6 +139,7 @@ struct Request {
     std::vector<Point> plan;                  // of the current grant
     std::vector<int32_t> plan_source;         // pages of the state at the grant's start; empty: zero
     bool plan_open = false;                   // not committed yet: its pages are still the plan's own
+    Progress seen;                            // when settle() was last done
 
     // Tokens that are computed and known: what may get keys.
     int64_t settled() const { return std::min({computed, n_tokens, key_limit}); }

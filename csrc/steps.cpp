@@ -82,8 +82,14 @@ void Manager::give_up_unread(Request& r, int32_t group, int64_t told) {
     }
 }
 
+// With so many tokens computed and known. Keys, kept positions and what is given up change with whole pieces only.
+Progress Manager::progress(const Request& r, int64_t computed, int64_t tokens) const {
+    return {computed / piece_, std::min(computed, tokens) / piece_, r.foreign ? 0 : tokens / unit_};
+}
+
 // After a step has ended, or tokens were told.
 void Manager::settle(Request& r) {
+    r.seen = progress(r, r.computed, r.n_tokens);
     key_full_blocks(r);
     key_sparse(r);
     give_up_passed(r);
@@ -132,10 +138,28 @@ void Manager::commit_points(Request& r, std::vector<Point> plan, int64_t upto, i
     }
 }
 
+// A commit that completes no piece, and goes on in the state that is there: most decode steps.
+bool Manager::commit_within(Request& r, int64_t upto, Step& step) {
+    if (r.drafts || upto != r.granted || upto / piece_ != r.committed / piece_) return false;
+    if (!states_.empty() && (r.plan.size() != 1 || r.plan[0].frozen || r.plan[0].pages != r.working.pages))
+        return false;
+    make_room(step.entries, 1);
+    step.entries.push_back({r.handle, r.run, upto});
+    if (!states_.empty()) {
+        r.plan_open = false;
+        r.working.position = upto;
+        r.working.step = step.id;
+    }
+    r.last_step = step.id;
+    r.committed = upto;
+    return true;
+}
+
 int32_t Manager::commit(int64_t handle, int64_t upto) {
     Request* r = find(handle);
     if (const auto status = check_commit(r, handle, upto)) return status;
     Step& step = steps_.back();
+    if (commit_within(*r, upto, step)) return KVC_OK;
     kept_.clear();
     if (!spans_.empty()) kept_between(*r, r->committed, std::min({upto, r->n_tokens, r->key_limit}), &kept_);
     std::vector<Point> plan = r->plan;
@@ -218,8 +242,9 @@ int32_t Manager::end_step(int64_t id) {
     Room room;
     for (const Step::Entry& entry : steps_.front().entries) {
         const Request* r = find(entry.handle);
-        if (r && r->run == entry.run && r->state == RequestState::kRunning)
-            reserve_settle(*r, std::max(r->computed, entry.upto), r->n_tokens, &room);
+        if (!r || r->run != entry.run || r->state != RequestState::kRunning) continue;
+        const int64_t computed = std::max(r->computed, entry.upto);
+        if (progress(*r, computed, r->n_tokens) != r->seen) reserve_settle(*r, computed, r->n_tokens, &room);
     }
     const Step step = std::move(steps_.front());
     steps_.pop_front();
@@ -227,7 +252,7 @@ int32_t Manager::end_step(int64_t id) {
         Request* r = find(entry.handle);
         if (!r || r->run != entry.run || r->state != RequestState::kRunning) continue;
         r->computed = std::max(r->computed, entry.upto);
-        settle(*r);
+        if (progress(*r, r->computed, r->n_tokens) != r->seen) settle(*r);
     }
     const std::vector<Release>& freed = step.releases;
     for (size_t i = 0; i < freed.size(); ++i) {

@@ -3,6 +3,9 @@
 
     python docs/vllm_retention.py PYTHON        # of an environment that has vLLM 0.33.0
 
+`make conformance` makes such an environment: .venv-vllm/bin/python. Exit status: 0 done; 2 for a
+PYTHON that will not do, 1 where vLLM failed, with one line on stderr.
+
 `tests/retention/test_vllm_figures.py` runs it and compares (`make conformance`).
 
 The models are those of `kvcache bench agents`: toy layers in the ratios, and with the block sizes,
@@ -19,6 +22,8 @@ from numpy.typing import NDArray
 from kvcache.bench.agents_peer import ask_peer
 from kvcache.bench.agents_presets import PRESETS
 from kvcache.bench.agents_trace import AgentRequest
+from kvcache.bench.peer import check_peer, python_advice
+from kvcache.core.errors import ConfigError, KVCacheError
 
 MODELS = ("gptoss", "gemma3", "kimi_k3", "mixed3")
 BLOCKS, CHUNK = 40_000, 8192
@@ -54,8 +59,30 @@ def scenes() -> dict[str, list[AgentRequest]]:
     }
 
 
-def main() -> None:
-    """Prints the hit of each request."""
+def main(arguments: list[str]) -> int:
+    """Prints the hit of each request, or says in a line why it cannot."""
+    try:
+        (python,) = arguments
+    except ValueError:
+        return complain(2, f"usage: vllm_retention.py PYTHON; {python_advice('vllm')}")
+    try:
+        check_peer(python, "vllm", setting="PYTHON")
+        measure(python)
+    except ConfigError as error:
+        return complain(2, str(error))
+    except KVCacheError as error:
+        return complain(1, str(error))
+    return 0
+
+
+def complain(status: int, message: str) -> int:
+    """One line on stderr."""
+    print(f"vllm_retention: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def measure(python: str) -> None:
+    """Each scene in vLLM."""
     for name, requests in scenes().items():
         runs = [
             {
@@ -68,7 +95,7 @@ def main() -> None:
             for interval in (None, 0, 1024)
         ]
         environment, results = ask_peer(
-            sys.argv[1],
+            python,
             requests,
             runs,
             max_running=1,
@@ -81,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -31,6 +31,7 @@ _LAZY = {
     "LatentWindow": "kvcache.core.specs",
     "Manager": "kvcache.core.manager",
     "Media": "kvcache.core.media",
+    "MissingPackageError": "kvcache.core.errors",
     "MisuseError": "kvcache.core.errors",
     "NativeError": "kvcache.core.errors",
     "Offload": "kvcache.connectors.driver",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
         InputError as InputError,
         InvariantError as InvariantError,
         KVCacheError as KVCacheError,
+        MissingPackageError as MissingPackageError,
         MisuseError as MisuseError,
         NativeError as NativeError,
     )

@@ -30,6 +30,7 @@ VERBS = {
     "demo": "play multi-turn sessions on a small model: recompute, offload, everything in memory",
     "doctor": "what is installed, which native path runs, which connectors are found",
     "replay": "run a request trace through the block manager: hit rate, and where the rest was lost",
+    "size": "KV bytes of a model per token, boundary and session; what fits; which interval pays",
 }
 
 EXTRAS = {"tokenizers": "engine", "torch": "engine"}

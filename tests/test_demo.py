@@ -102,7 +102,9 @@ def test_the_table_has_a_column_for_each_mode(quick: dict[str, Any]) -> None:
     assert lines[0].split() == ["recompute", "offload", "everything"]
     assert len({len(line) for line in lines[:12]}) == 1
     assert lines[11].split()[-3:] == ["reference", "identical", "identical"]
-    assert "with 327 to 327 tokens of its session and 32 new ones" in lines[-1]
+    assert "comes back with 327 tokens of its session and 32 new ones" in lines[-1]
+    quick = {**quick, "shared_tokens": {"least": 327, "most": 1327}}
+    assert "comes back with 327 to 1,327 tokens of its session" in verb.render(quick)
 
 
 @pytest.mark.parametrize(

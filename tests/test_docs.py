@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +53,36 @@ def test_readme_is_short_and_its_example_does_what_it_says(repo_root: Path) -> N
 
 def snippets(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def test_the_example_in_readme_and_the_examples_pass_strict_types(
+    repo_root: Path, tmp_path: Path
+) -> None:
+    (code,) = snippets(repo_root / "README.md")
+    readme = tmp_path / "readme.py"
+    readme.write_text(code)
+    programs = [str(path) for path in sorted((repo_root / "examples").glob("*.py"))]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--strict",
+            "--config-file",
+            "pyproject.toml",
+            "--cache-dir",
+            str(tmp_path / "cache"),
+            *programs,
+            str(readme),
+        ],
+        cwd=repo_root,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"no issues found in {len(programs) + 1} source files" in done.stdout
 
 
 def toy_groups() -> tuple[kvcache.FullAttention, kvcache.SlidingWindow, kvcache.RecurrentState]:

@@ -28,25 +28,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which benchmark, and its options; what is not given is left to the benchmark."""
     parser.add_argument("name", choices=sorted(BENCHES), metavar="NAME", help=", ".join(BENCHES))
     parser.add_argument("--output", metavar="FILE", help="write the JSON to a file too")
-    owners: dict[str, str] = {}
+    owners: dict[str, tuple[str, ...]] = {}
     parser.set_defaults(owners=owners)
-    _add_engine(_Options(parser, owners, "engine", "the paged engine against a dense forward"))
-    _add_agents(_Options(parser, owners, "agents", "agent traces through our block manager"))
+    _add_shared(parser, owners)
+    _add_engine(_Options(parser, owners, ("engine",), "the paged engine against a dense forward"))
+    _add_agents(_Options(parser, owners, ("agents",), "agent traces through our block manager"))
+    _add_manager(_Options(parser, owners, ("manager",), "what the block manager costs"))
 
 
 class _Options:
-    """Options of one benchmark; absent from the namespace where they were not given."""
+    """Options of one benchmark or several; absent from the namespace where they were not given."""
 
     def __init__(
-        self, parser: argparse.ArgumentParser, owners: dict[str, str], bench: str, about: str
+        self,
+        parser: argparse.ArgumentParser,
+        owners: dict[str, tuple[str, ...]],
+        benches: tuple[str, ...],
+        about: str,
     ) -> None:
-        self._owners, self._bench = owners, bench
-        self._group = parser.add_argument_group(f"bench {bench}: {about}")
+        self._owners, self._benches = owners, benches
+        self._group = parser.add_argument_group(f"bench {', '.join(benches)}: {about}")
 
     def add(self, name: str, **how: Any) -> None:
-        """As `add_argument`, and noted as this benchmark's."""
+        """As `add_argument`, and noted as these benchmarks'."""
         action = self._group.add_argument(name, default=argparse.SUPPRESS, **how)
-        self._owners[action.dest] = self._bench
+        self._owners[action.dest] = self._benches
+
+
+def _add_shared(parser: argparse.ArgumentParser, owners: dict[str, tuple[str, ...]]) -> None:
+    sizes = _Options(parser, owners, ("engine", "hash", "manager"), "how much is measured")
+    sizes.add(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help="length of the prompt (engine: 1024; hash, manager: 1000000)",
+    )
+    sizes.add(
+        "--repeats", type=int, metavar="N", help="measurements of which the median counts (5)"
+    )
+    peer = _Options(parser, owners, ("agents", "hash", "manager"), "beside another implementation")
+    peer.add("--peer", choices=("vllm",), help="whose code to run beside ours (none)")
+    peer.add(
+        "--peer-python",
+        metavar="PATH",
+        help="Python of an environment that has the peer (default: KVCACHE_PEER_PYTHON)",
+    )
+    peer.add(
+        "--peer-seconds",
+        type=float,
+        metavar="S",
+        help="give the peer up after so many seconds (3600)",
+    )
 
 
 def _add_engine(options: _Options) -> None:
@@ -58,8 +90,6 @@ def _add_engine(options: _Options) -> None:
     options.add(
         "--threads", type=int, metavar="N", help="threads of both sides (default: all CPUs)"
     )
-    options.add("--tokens", type=int, metavar="N", help="length of the prompt (1024)")
-    options.add("--repeats", type=int, metavar="N", help="pairs of which the median counts (5)")
 
 
 def _add_agents(options: _Options) -> None:
@@ -89,13 +119,16 @@ def _add_agents(options: _Options) -> None:
         choices=("block", "spec"),
         help="a recurrent state takes as much as the peer's block, or its bare elements (block)",
     )
-    options.add("--peer", choices=("vllm",), help="whose block manager to run beside ours (none)")
-    options.add(
-        "--peer-python",
-        metavar="PATH",
-        help="Python of an environment that has the peer (default: KVCACHE_PEER_PYTHON)",
-    )
     options.add("--check", action="store_true", help="recount the manager's pages on the way")
+
+
+def _add_manager(options: _Options) -> None:
+    options.add("--requests", type=int, metavar="N", help="requests of a decode step (256)")
+    options.add(
+        "--quick",
+        action="store_true",
+        help="65,536 tokens, 64 requests, 3 repeats, where nothing else is said",
+    )
 
 
 def _engine(
@@ -125,7 +158,29 @@ def _agents(
     return report, bench.describe(report)
 
 
-BENCHES: dict[str, Run] = {"agents": _agents, "engine": _engine}
+def _hash(
+    given: dict[str, Any], seed: int, progress: Callable[[str], None]
+) -> tuple[dict[str, Any], Sequence[str]]:
+    bench = importlib.import_module("kvcache.bench.hash")
+    report = bench.run_hash_bench(bench.HashBench(seed=seed, **given), progress)
+    return report, bench.describe(report)
+
+
+def _manager(
+    given: dict[str, Any], seed: int, progress: Callable[[str], None]
+) -> tuple[dict[str, Any], Sequence[str]]:
+    bench = importlib.import_module("kvcache.bench.manager")
+    settings = {**(bench.QUICK if given.pop("quick", False) else {}), **given}
+    report = bench.run_manager_bench(bench.ManagerBench(seed=seed, **settings), progress)
+    return report, bench.describe(report)
+
+
+BENCHES: dict[str, Run] = {
+    "agents": _agents,
+    "engine": _engine,
+    "hash": _hash,
+    "manager": _manager,
+}
 """By name; what a benchmark needs is imported when it runs."""
 
 
@@ -135,10 +190,10 @@ def run(args: argparse.Namespace) -> int:
         require_writable(args.output)
     given = {name: value for name, value in vars(args).items() if name in args.owners}
     for name in given:
-        if args.owners[name] != args.name:
+        if args.name not in args.owners[name]:
+            owners = " and ".join(f"`bench {owner}`" for owner in args.owners[name])
             raise ConfigError(
-                f"--{name.replace('_', '-')} is an option of `bench {args.owners[name]}`, not of"
-                f" `bench {args.name}`"
+                f"--{name.replace('_', '-')} is an option of {owners}, not of `bench {args.name}`"
             )
     with Progress() as progress:
         report, lines = BENCHES[args.name](given, args.seed, progress.update)

@@ -183,12 +183,16 @@ def render(result: dict[str, Any]) -> str:
     gain, shared = result["restored_over_recomputed"], result["shared_tokens"]
     if gain["turns"]:
         lines.append(
-            f"\nA turn that comes back with {shared['least']:,} to {shared['most']:,} tokens of its"
+            f"\nA turn that comes back with {_span(shared['least'], shared['most'])} tokens of its"
             f" session and {result['new_tokens']} new ones has its first token"
             f" {gain['median']:.1f} times sooner restored than recomputed"
             f" (least of {gain['turns']} turns: {gain['least']:.1f})."
         )
     return "\n".join(lines)
+
+
+def _span(least: int, most: int) -> str:
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def _verdict(comparison: dict[str, Any], *, reference: bool) -> str:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from numpy.typing import NDArray
 
 from kvcache.core.errors import ConfigError
+from kvcache.core.values import shown
 
 
 def flat(values: npt.ArrayLike, dtype: npt.DTypeLike, what: str) -> NDArray[Any]:
@@ -22,6 +23,9 @@ def flat(values: npt.ArrayLike, dtype: npt.DTypeLike, what: str) -> NDArray[Any]
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{what} cannot be made an array: {error}") from error
     wanted = np.dtype(dtype)
+    if array.ndim == 0:  # None, a number, a text, a generator
+        items = f"whole numbers ({wanted})" if wanted.kind in "iu" else "such records"
+        raise ConfigError(f"{what} is {shown(values)}: give a list or an array of {items}")
     if array.ndim != 1:
         raise ConfigError(f"{what} has shape {array.shape}: expected one dimension")
     if array.size == 0:

@@ -1,4 +1,4 @@
-"""The exception tree. User mistakes are also `ValueError`, `KeyError` or `RuntimeError`.
+"""The exception tree. User mistakes are also `ValueError`, `KeyError`, `RuntimeError`, ...
 
 `assert` is for internal invariants only. Each message says what happened, gives the numbers,
 and names the setting to change.
@@ -36,6 +36,10 @@ class MisuseError(KVCacheError, RuntimeError):
 
 class NativeError(KVCacheError, RuntimeError):
     """The native library is missing, of another ABI version, or ran out of memory."""
+
+
+class MissingPackageError(KVCacheError, ModuleNotFoundError):
+    """A package that only an extra installs is not there."""
 
 
 class InvariantError(KVCacheError, RuntimeError):

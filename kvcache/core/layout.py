@@ -10,6 +10,7 @@ from functools import cached_property
 from kvcache.core.errors import ConfigError
 from kvcache.core.slabs import SlabPlan, plan_slabs
 from kvcache.core.specs.base import GroupRules, GroupSpec, require_positive
+from kvcache.core.values import sequence, whole
 
 MAX_GRID_TOKENS = 2**31
 MAX_GROUPS = 64
@@ -119,8 +120,8 @@ class Geometry:
         )
 
     def slabs_in(self, arena_bytes: int) -> int:
-        """Slabs of an arena of at most `arena_bytes`."""
-        return arena_bytes // self.slab_bytes
+        """Slabs of an arena of at most `arena_bytes`; 0 where not even one fits."""
+        return whole(arena_bytes, "arena_bytes", least=0) // self.slab_bytes
 
     def slabs_needed(self, tokens: int) -> int:
         """Slabs with which one request of `tokens` tokens can always go on: the smallest arena."""
@@ -137,11 +138,20 @@ class Geometry:
         snapshot, the working state, and the speculative ones.
         A grant that passes more at once takes more pages, and ends sooner where there are none.
         """
+        tokens = whole(tokens, "tokens", least=0)
         return tuple(_pages_needed(r, tokens, self.grid_tokens) for r in self.rules)
 
     def pool_bytes(self, pages: Sequence[int]) -> int:
         """Bytes of pools of their own with `pages[g]` pages of group g, padding apart."""
-        return sum(n * g.page_bytes for n, g in zip(pages, self.groups, strict=True))
+        counts = sequence(pages, "pages")
+        if len(counts) != len(self.groups):
+            raise ConfigError(
+                f"pages has {len(counts)} numbers for {len(self.groups)} groups: give one each"
+            )
+        return sum(
+            whole(n, f"pages of group {g.name!r}", least=0) * g.page_bytes
+            for n, g in zip(counts, self.groups, strict=True)
+        )
 
 
 def _pages_needed(rules: GroupRules, tokens: int, grid_tokens: int) -> int:
@@ -206,8 +216,8 @@ def _check_group(group: GroupSpec) -> None:
             f"group {name!r} is of kind {rules.kind!r} and has blocks of {rules.block_tokens}"
             " tokens: full and span groups have blocks, the others have none"
         )
-    whole = rules.chunk_tokens == 1 or (paged and rules.chunk_tokens % rules.block_tokens == 0)
-    if rules.chunk_tokens < 1 or not whole:
+    fits = rules.chunk_tokens == 1 or (paged and rules.chunk_tokens % rules.block_tokens == 0)
+    if rules.chunk_tokens < 1 or not fits:
         raise ConfigError(
             f"group {name!r} has chunks of {rules.chunk_tokens} tokens and blocks of"
             f" {rules.block_tokens}: block_tokens must divide the chunk"

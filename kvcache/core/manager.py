@@ -35,7 +35,7 @@ from kvcache.core.records import (
     Hit,
 )
 from kvcache.core.retain import PlanArrays, RetentionPolicy, TurnShape, plan_of, require_policy
-from kvcache.core.values import sequence, shown, whole
+from kvcache.core.values import flag, sequence, shown, whole
 
 
 class Manager(ClearCalls):
@@ -83,9 +83,9 @@ class Manager(ClearCalls):
             geometry,
             slabs,
             max_open_steps=whole(max_open_steps, "max_open_steps", least=1, most=2**31 - 1),
-            movable=movable,
-            journal=journal,
-            events=events,
+            movable=flag(movable, "movable"),
+            journal=flag(journal, "journal"),
+            events=flag(events, "events"),
             seed=whole(seed, "seed", most=2**64 - 1) & (2**64 - 1),
         )
         self.retention = retention
@@ -126,8 +126,9 @@ class Manager(ClearCalls):
             CapacityError: `max_tokens` needs more memory than the arena has.
         """
         array = as_tokens(tokens)
+        shape = self._shape(len(array), boundaries)
         spans = sequence(media, "media", of=Media)
-        items = extras(spans, embeddings, self.geometry.hash_unit_tokens)
+        items = extras(spans, embeddings, len(array), self.geometry.hash_unit_tokens)
         return self._open(
             {
                 "tokens": self._buffer("int32_t", array),
@@ -135,7 +136,7 @@ class Manager(ClearCalls):
                 "media": native.new("kvc_media[]", [list(item) for item in items]),
                 "n_media": len(items),
             },
-            self._shape(len(array), boundaries),
+            shape,
             max_tokens,
             request_label(session, spans),
             salt=salt,

@@ -54,13 +54,45 @@ Extra = tuple[int, int, bytes]
 
 
 def extras(
-    media: Sequence[Media], embeddings: Sequence[PromptEmbeddings], hash_unit_tokens: int
+    media: Sequence[Media],
+    embeddings: Sequence[PromptEmbeddings],
+    prompt_tokens: int,
+    hash_unit_tokens: int,
 ) -> list[Extra]:
-    """What goes into the keys, ascending. Cost: linear in items and embedding bytes."""
-    items = [_media_extra(item) for item in sequence(media, "media", of=Media)]
-    for item in sequence(embeddings, "embeddings", of=PromptEmbeddings):
-        items += _embedding_extras(item, hash_unit_tokens)
+    """What goes into the keys, ascending. Cost: linear in items and embedding bytes.
+
+    Raises:
+        ConfigError: an item that does not lie in the prompt, or two that overlap.
+    """
+    images = sequence(media, "media", of=Media)
+    parts = sequence(embeddings, "embeddings", of=PromptEmbeddings)
+    arrays = [_embedding_values(item, i) for i, item in enumerate(parts)]
+    places = [(m.offset_tokens, m.length_tokens, "media", i) for i, m in enumerate(images)]
+    for i, (part, values) in enumerate(zip(parts, arrays, strict=True)):
+        places.append((part.offset_tokens, len(values), "embeddings", i))
+    _check_places(sorted(places), prompt_tokens)
+    items = [_media_extra(item) for item in images]
+    for item, values in zip(parts, arrays, strict=True):
+        items += _embedding_extras(item.offset_tokens, values, hash_unit_tokens)
     return sorted(items)
+
+
+def _check_places(places: list[tuple[int, int, str, int]], prompt_tokens: int) -> None:
+    """Offset, length, list and index of each item, ascending: inside the prompt, and apart."""
+    end, before = 0, ""
+    for offset, length, kind, index in places:
+        name = f"{kind}[{index}]"
+        covers = f"{name} covers {length} tokens from offset_tokens {offset} on"
+        prompt = f"the prompt of {prompt_tokens} tokens"
+        if length < 1:
+            raise ConfigError(f"{covers}: an item inside {prompt} must cover one token at least")
+        if not 0 <= offset <= prompt_tokens - length:
+            raise ConfigError(f"{covers}: it must lie inside {prompt}")
+        if offset < end:
+            raise ConfigError(
+                f"{covers}, {before} goes on to token {end} of {prompt}: items must not overlap"
+            )
+        end, before = offset + length, name
 
 
 def _media_extra(item: Media) -> Extra:
@@ -70,19 +102,24 @@ def _media_extra(item: Media) -> Extra:
     return item.offset_tokens, item.length_tokens, digest
 
 
-def _embedding_extras(item: PromptEmbeddings, unit: int) -> Iterator[Extra]:
-    """One for each hash unit, so that prompts share what is equal in their heads."""
+def _embedding_values(item: PromptEmbeddings, index: int) -> NDArray[Any]:
+    what = f"embeddings[{index}].values"
     try:
         values = np.asarray(item.values)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"prompt embeddings cannot be made an array: {error}") from error
+        raise ConfigError(f"{what} cannot be made an array: {error}") from error
     if values.ndim != 2 or not values.size:
         raise ConfigError(
-            f"prompt embeddings have shape {values.shape}: it must be [tokens, width], none of them 0"
+            f"{what} has shape {values.shape}: it must be [tokens, width], none of them 0"
         )
-    start, end = item.offset_tokens, item.offset_tokens + len(values)
     if values.dtype.hasobject or values.dtype.fields:
-        raise ConfigError(f"prompt embeddings are of type {values.dtype}: give numbers")
+        raise ConfigError(f"{what} is of type {values.dtype}: give numbers")
+    return values
+
+
+def _embedding_extras(start: int, values: NDArray[Any], unit: int) -> Iterator[Extra]:
+    """One for each hash unit, so that prompts share what is equal in their heads."""
+    end = start + len(values)
     header = f"{values.dtype.str}/{values.dtype.name}/{values.shape[1]}\0".encode()
     header = _EMBEDDING_DOMAIN + header
     at = start

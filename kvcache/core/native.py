@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,12 +25,15 @@ from kvcache.core.errors import (
     MisuseError,
     NativeError,
 )
+from kvcache.core.values import whole
 
 ABI_VERSION = 1
 LIBRARY = "libkvcache_core.so"
 HEADER = "kvcache_core.h"
 
 NO_SPACE = 1
+_PYTHON_NAMES = {"ns": "namespace"}
+"""What callers know an argument of C as, where the names differ."""
 _ERRORS: dict[int, type[KVCacheError]] = {
     -1: ConfigError,
     -2: HandleError,
@@ -92,6 +96,7 @@ def call(function: Any, *args: Any) -> int:
     try:
         status: int = function(*args)
     except (OverflowError, TypeError) as error:
+        _name_misfit(function, args)
         raise _misfit(error) from error
     if status < 0:
         fail(status)
@@ -104,6 +109,21 @@ def new(ctype: str, fields: dict[str, Any] | list[list[Any]]) -> Any:
         return load()[0].new(ctype, fields)
     except (OverflowError, TypeError) as error:
         raise _misfit(error) from error
+
+
+def _name_misfit(function: Any, args: Sequence[Any]) -> None:
+    """`ConfigError` with the name of the first argument that is no number of its C type, if any."""
+    ffi, lib = load()
+    functions = (n for n in dir(lib) if n.startswith("kvc_"))
+    name = next(n for n in functions if getattr(lib, n) == function)
+    found = re.search(rf"\b{name}\((.*?)\);", declarations(find(HEADER).read_text()), re.DOTALL)
+    assert found is not None
+    names = re.findall(r"(\w+)(?=,|$)", found[1])
+    for what, ctype, value in zip(names, ffi.typeof(function).args, args, strict=True):
+        if ctype.kind == "primitive":
+            signed, bits = not ctype.cname.startswith("u"), 8 * ffi.sizeof(ctype)
+            most = (1 << bits - signed) - 1
+            whole(value, _PYTHON_NAMES.get(what, what), least=-most - 1 if signed else 0, most=most)
 
 
 def _misfit(error: Exception) -> ConfigError:

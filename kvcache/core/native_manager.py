@@ -13,6 +13,7 @@ from kvcache.core import native
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
 from kvcache.core.records import KEYED_DTYPE, MOVE_DTYPE, UNLIMITED
+from kvcache.core.values import shown
 
 _POINTERS = {
     np.dtype(np.int32): "int32_t*",
@@ -28,13 +29,15 @@ class NativeManager:
 
     def __init__(self, geometry: Geometry, slabs: int, **settings: int) -> None:
         if isinstance(slabs, bool) or not isinstance(slabs, int | np.integer):
-            raise ConfigError(f"slabs is {slabs!r}: give a number, or UNLIMITED")
+            raise ConfigError(f"slabs is {shown(slabs)}: give a whole number, or UNLIMITED")
         if slabs != UNLIMITED and not 0 < slabs < 2**31:
             raise ConfigError(
                 f"the arena has {slabs} slabs: it must be above 0 and below 2^31, or UNLIMITED;"
                 " geometry.slabs_in(bytes) tells how many fit"
             )
         self.geometry = geometry
+        self.unlimited = slabs == UNLIMITED
+        """Whether pages are made as they are needed, without a bound."""
         self._ffi, self._lib = native.load()
         self._native = self._create(int(slabs), settings)
 

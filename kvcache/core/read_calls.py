@@ -88,7 +88,7 @@ class ReadCalls(NativeManager):
 
     def digests(self, handle: int) -> NDArray[np.uint8]:
         """The request's chain, `[units, 32]`, read-only. Copied once, and what is new when it grew."""
-        known = self._chains.get(handle, _NO_DIGESTS)
+        known = self._chains.get(values.whole(handle, "handle"), _NO_DIGESTS)
         n, cap = self._ffi.new("int64_t*"), 0
         while True:
             rows = np.empty((cap, 32), np.uint8)

@@ -27,6 +27,11 @@ KEYED_DTYPE = np.dtype(
 MOVE_DTYPE = np.dtype([("size_class", "<i4"), ("from", "<i4"), ("to", "<i4")])
 """A cached page that changed its place, as `kvc_move` of the C header has it."""
 
+GRANT_DTYPE = np.dtype(
+    [(name, "<i8") for name in ("hit_tokens", "start", "end", "load", "load_pages")]
+)
+"""A `Grant`, as `kvc_grant` of the C header has it."""
+
 BLOCKAGES = ("", "frozen", "preempt", "wait", "restart")
 """Why there was no space, in the order of `kvc_blockage_reason`."""
 

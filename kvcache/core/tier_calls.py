@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core import arrays
+from kvcache.core.batch_calls import BatchCalls
 from kvcache.core.errors import MisuseError
 from kvcache.core.layout import Geometry
-from kvcache.core.read_calls import ReadCalls
 from kvcache.core.records import KEYED_DTYPE, MOVE_DTYPE
 
 
-class TierCalls(ReadCalls):
+class TierCalls(BatchCalls):
     """Everything that moves bytes: what to copy where, and what may be read meanwhile."""
 
     def __init__(self, geometry: Geometry, slabs: int, *, journal: int, **settings: int) -> None:

@@ -1,7 +1,8 @@
-"""Single values on their way in: whole numbers and texts. Nothing is rounded, nothing made a text silently."""
+"""Single values on their way in: numbers, flags, texts. Nothing is rounded, nothing made a text silently."""
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Iterable
 from typing import TypeVar
@@ -16,6 +17,9 @@ LEAST = -(2**63)
 MOST = 2**63 - 1
 """Whole numbers are 64 bits wide below, in C."""
 
+MOST_SECONDS = 1_000_000.0
+"""Longer than anybody waits, and short enough for every clock."""
+
 
 def whole(value: object, what: str, *, least: int = LEAST, most: int = MOST) -> int:
     """`value` as an int. `ConfigError` if it is no whole number (a bool is none), or out of range."""
@@ -25,6 +29,20 @@ def whole(value: object, what: str, *, least: int = LEAST, most: int = MOST) -> 
     if not least <= number <= most:
         raise ConfigError(f"{what} is {shown(number)}: it must be from {least} to {most}")
     return number
+
+
+def flag(value: object, what: str) -> bool:
+    """`value`, True or False. `ConfigError` for anything else, 0 and 1 too."""
+    if not isinstance(value, bool | np.bool_):
+        raise ConfigError(f"{what} is {shown(value)}: it must be True or False")
+    return bool(value)
+
+
+def wait_seconds(value: object, what: str) -> float:
+    """How long a call may wait: 0, or less, is not at all."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise ConfigError(f"{what} is {shown(value)}: it must be a number of seconds")
+    return min(max(float(value), 0.0), MOST_SECONDS)
 
 
 def text(value: object, what: str) -> str:

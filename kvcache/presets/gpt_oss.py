@@ -1,49 +1,42 @@
-"""gpt-oss: full attention and a sliding window of 128 tokens, layer by layer in turn."""
+"""gpt-oss: a sliding window of 128 tokens and full attention, layer by layer in turn."""
 
 from __future__ import annotations
 
-from kvcache.core.layout import Geometry
-from kvcache.core.specs import FullAttention, SlidingWindow
-from kvcache.presets.sharding import per_rank
-
-_KV_HEADS, _HEAD_DIM, _WINDOW = 8, 64, 128
-
-
-def gpt_oss_120b(block_tokens: int, tp: int) -> Geometry:
-    """gpt-oss-120b, bfloat16 KV: 36,864 bytes per token, 4.5 MiB for a window.
-
-    Source: GptOssConfig of transformers (36 layers, 8 KV heads of 64, sliding_window 128,
-    alternating layer types).
-    """
-    return _alternating(36, block_tokens, tp)
+from kvcache.presets.fields import MOST_WINDOW, Fields
+from kvcache.presets.layers import Full, Layers, Window
+from kvcache.presets.llama import KINDS, heads, split
+from kvcache.presets.model import Model
 
 
-def gpt_oss_20b(block_tokens: int, tp: int) -> Geometry:
-    """gpt-oss-20b, bfloat16 KV: 24,576 bytes per token, 3.0 MiB for a window.
-
-    Source: as gpt-oss-120b, with 24 layers.
-    """
-    return _alternating(24, block_tokens, tp)
-
-
-def _alternating(layers: int, block_tokens: int, tp: int) -> Geometry:
-    kv_heads = per_rank(_KV_HEADS, tp)
-    return Geometry(
-        (
-            FullAttention(
-                name="full",
-                layers=layers // 2,
-                kv_heads=kv_heads,
-                head_dim=_HEAD_DIM,
-                block_tokens=block_tokens,
+def _model(name: str, layers: int) -> Model:
+    half = layers // 2
+    return Model(
+        name=name,
+        layers=(
+            Full(layers=half, kv_heads=8, head_dim=64),
+            Window(layers=half, kv_heads=8, head_dim=64, window=128),
+        ),
+        sources=(
+            (
+                f"config.json of openai/{name}: num_hidden_layers {layers}, every second layer with"
+                " sliding_window 128, num_key_value_heads 8, head_dim 64"
             ),
-            SlidingWindow(
-                name="window",
-                layers=layers // 2,
-                kv_heads=kv_heads,
-                head_dim=_HEAD_DIM,
-                window=_WINDOW,
-                block_tokens=block_tokens,
-            ),
-        )
+            "GptOssConfig of transformers (its defaults are those of gpt-oss-120b)",
+        ),
     )
+
+
+GPT_OSS_120B = _model("gpt-oss-120b", 36)
+"""36,864 bytes per token, a window of 4.5 MiB. Source: config.json, GptOssConfig."""
+
+GPT_OSS_20B = _model("gpt-oss-20b", 24)
+"""24,576 bytes per token, a window of 3 MiB. Source: config.json, GptOssConfig."""
+
+
+def read(fields: Fields) -> list[Layers]:
+    """GptOssConfig: without `layer_types` every second layer is full, the first has a window."""
+    layers = fields.layers()
+    windowed = [i % 2 == 0 for i in range(layers)]
+    if fields.has("layer_types"):
+        windowed = fields.per_layer("layer_types", layers, KINDS)
+    return split(windowed, *heads(fields), fields.whole("sliding_window", most=MOST_WINDOW))

@@ -2,50 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
-from kvcache.presets import deepseek, gemma3, gpt_oss, kimi, llama, minimax, nemotron, qwen3_5
+from kvcache.presets import (
+    deepseek,
+    gemma,
+    glm,
+    gpt_oss,
+    kimi,
+    llama,
+    minimax,
+    nemotron,
+    qwen3_5,
+)
+from kvcache.presets.model import Model
 
-_PRESETS: dict[str, Callable[[int, int], Geometry]] = {
-    "deepseek-v3": deepseek.deepseek_v3,
-    "deepseek-v4-flash": deepseek.deepseek_v4_flash,
-    "deepseek-v4-pro": deepseek.deepseek_v4_pro,
-    "gemma-3-27b": gemma3.gemma_3_27b,
-    "gpt-oss-120b": gpt_oss.gpt_oss_120b,
-    "gpt-oss-20b": gpt_oss.gpt_oss_20b,
-    "kimi-k3": kimi.kimi_k3,
-    "kimi-linear-48b": kimi.kimi_linear_48b,
-    "llama-3-8b": llama.llama_3_8b,
-    "minimax-m3": minimax.minimax_m3,
-    "nemotron-3-nano": nemotron.nemotron_3_nano,
-    "qwen3.5-35b": qwen3_5.qwen3_5_35b,
-    "qwen3.5-397b": qwen3_5.qwen3_5_397b,
-    "qwen3.5-9b": qwen3_5.qwen3_5_9b,
-    "smollm2-135m": llama.smollm2_135m,
+_PRESETS = {
+    model.name: model
+    for model in (
+        deepseek.DEEPSEEK_V3,
+        deepseek.DEEPSEEK_V4_FLASH,
+        deepseek.DEEPSEEK_V4_PRO,
+        gemma.GEMMA_3_27B,
+        gemma.GEMMA_4_31B,
+        glm.GLM_5,
+        gpt_oss.GPT_OSS_120B,
+        gpt_oss.GPT_OSS_20B,
+        kimi.KIMI_K3,
+        kimi.KIMI_LINEAR_48B,
+        llama.LLAMA_3_70B,
+        llama.LLAMA_3_8B,
+        llama.SMOLLM2_135M,
+        minimax.MINIMAX_M3,
+        nemotron.NEMOTRON_3_NANO,
+        nemotron.NEMOTRON_3_SUPER,
+        qwen3_5.QWEN_3_5_35B,
+        qwen3_5.QWEN_3_5_397B,
+        qwen3_5.QWEN_3_5_9B,
+    )
 }
 
 
 def names() -> list[str]:
-    """Names that `preset` takes."""
+    """Names that `preset` and `model` take."""
     return sorted(_PRESETS)
 
 
-def preset(name: str, *, block_tokens: int = 128, tp: int = 1) -> Geometry:
+def model(name: str) -> Model:
+    """Layers, sources and unverified inputs of a preset. `ConfigError`: there is none such."""
+    if name not in _PRESETS:
+        raise ConfigError(f"there is no preset {name!r}: choose one of {', '.join(names())}")
+    return _PRESETS[name]
+
+
+def preset(
+    name: str, *, block_tokens: int = 128, tp: int = 1, dcp: int = 1, kv_dtype: str = "auto"
+) -> Geometry:
     """The geometry of a model on the rank that holds most of it.
 
     Args:
         name: one of `names()`.
         block_tokens: tokens of an attention page. DeepSeek V4 takes multiples of 128 only.
-        tp: tensor-parallel ranks. KV heads and states are dealt out, at least one head to a rank;
-            latent rows and index keys are on every rank.
+        tp: tensor-parallel ranks.
+        dcp: context-parallel ranks.
+        kv_dtype: format of the KV, "auto", "bf16", "fp8" or "fp8_ds_mla": all as in `Serving`.
 
     Raises:
         ConfigError: no such preset, or sizes that do not work.
     """
-    if name not in _PRESETS:
-        raise ConfigError(f"there is no preset {name!r}: choose one of {', '.join(names())}")
-    if tp < 1:
-        raise ConfigError(f"tp is {tp}: the number of tensor-parallel ranks must be above 0")
-    return _PRESETS[name](block_tokens, tp)
+    return model(name).geometry(block_tokens=block_tokens, tp=tp, dcp=dcp, kv_dtype=kv_dtype)

@@ -26,7 +26,10 @@ GEOMETRY = one_group(64)
     ("regions", "message"),
     [
         ([], "0 regions"),
-        ([PageRegion(4096, 63, 4)], "pages of 64 bytes"),
+        (
+            [PageRegion(4096, 63, 4)],
+            "region of group 'a' has 4 pages of 63 bytes.* pages of 64 bytes",
+        ),
         ([PageRegion(4096, 64, 0)], "0 pages"),
         ([PageRegion(0, 64, 4)], "address 0"),
     ],

@@ -124,7 +124,9 @@ def test_memory_is_unmapped_when_the_connector_closes_and_not_before() -> None:
         assert not closed.is_set()
         native_copy(*args)
 
-    worker = CpuWorker(Pool([64], [4], setting="x"), queue_depth=2, batch_bytes=1, copy=copy)
+    worker = CpuWorker(
+        Pool([64], [4], setting="x"), groups=["a"], queue_depth=2, batch_bytes=1, copy=copy
+    )
     memory = np.zeros((4, 64), np.uint8)
     worker.register([region(memory)])
     gate.shut()

@@ -231,3 +231,64 @@ def test_a_grant_past_more_states_than_there_are_pages_ends_where_they_end() -> 
     with pytest.raises(ConfigError, match="shorter range"):
         manager.stops(handle, 0, 2**40)
     manager.check()
+
+
+NAMED: dict[str, tuple[Callable[[Manager, int, Any], Any], str]] = {
+    "extend_foreign": (lambda m, _, v: m.extend_foreign(v, 1), "handle"),
+    "extend": (lambda m, _, v: m.extend(v, [1]), "handle"),
+    "lookup": (lambda m, _, v: m.lookup(v), "handle"),
+    "allocate": (lambda m, _, v: m.allocate(v, 1), "handle"),
+    "need": (lambda m, _, v: m.need(v, 1), "handle"),
+    "stops": (lambda m, _, v: m.stops(v, 0, 4), "handle"),
+    "blockage": (lambda m, _, v: m.blockage(v), "handle"),
+    "commit": (lambda m, _, v: m.commit(v, 12), "handle"),
+    "finish": (lambda m, _, v: m.finish(v), "handle"),
+    "abort": (lambda m, _, v: m.abort(v), "handle"),
+    "preempt": (lambda m, _, v: m.preempt(v), "handle"),
+    "info": (lambda m, _, v: m.info(v), "handle"),
+    "digests": (lambda m, _, v: m.digests(v), "handle"),
+    "group_digests": (lambda m, _, v: m.group_digests(v), "handle"),
+    "block_table": (lambda m, _, v: m.block_table(v, 0), "handle"),
+    "state_plan": (lambda m, _, v: m.state_plan(v, 1), "handle"),
+    "draft_holes": (lambda m, _, v: m.draft_holes(v, 0), "handle"),
+    "end_step": (lambda m, _, v: m.end_step(v), "step"),
+    "group of block_table": (lambda m, h, v: m.block_table(h, v), "group"),
+    "first of block_table": (lambda m, h, v: m.block_table(h, 0, v), "first"),
+    "group of state_plan": (lambda m, h, v: m.state_plan(h, v), "group"),
+    "group of draft_holes": (lambda m, h, v: m.draft_holes(h, v), "group"),
+    "group of group_stats": (lambda m, _, v: m.group_stats(v), "group"),
+    "group of unpin": (lambda m, _, v: m.unpin(v, np.zeros(0, np.int32)), "group"),
+    "group of find_key": (lambda m, h, v: m.find_key(v, m.digests(h)[0].tobytes()), "group"),
+    "load_items": (lambda m, _, v: m.load_items(v), "load"),
+    "end_load": (lambda m, _, v: m.end_load(v, np.ones(1, np.uint8)), "load"),
+    "abandon_load": (lambda m, _, v: m.abandon_load(v), "load"),
+}
+
+
+@pytest.mark.parametrize("value", [None, "1", 1.0, [1], 2**70, -(2**70)])
+@pytest.mark.parametrize("call", NAMED)
+def test_an_argument_of_a_wrong_type_is_named(manager: Manager, call: str, value: Any) -> None:
+    handle = running(manager)
+    use, name = NAMED[call]
+    with pytest.raises(ConfigError, match=rf"^{name} is .*: it must be (a whole number|from)"):
+        use(manager, handle, value)
+    manager.check()
+
+
+def test_an_argument_of_a_pool_is_named() -> None:
+    pool, keys = PagePool(4), np.zeros((1, 32), np.uint8)
+    for call in (pool.present, pool.acquire, lambda v, k: pool.publish(v, k, pool.take(1))):
+        with pytest.raises(ConfigError, match="namespace is None"):
+            call(None, keys)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="namespace is -1: it must be from 0 to 4294967295"):
+            call(-1, keys)
+    with pytest.raises(ConfigError, match="page is '3'"):
+        pool.unpublish("3")  # type: ignore[arg-type]
+
+
+def test_the_table_of_a_state_group_points_to_its_plan(manager: Manager) -> None:
+    handle = running(manager)
+    with pytest.raises(ConfigError, match="group 1 has states and no blocks: use state_plan"):
+        manager.block_table(handle, 1)
+    with pytest.raises(ConfigError, match="group 0, block -1: blocks count from 0"):
+        manager.block_table(handle, 0, -1)

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
+from kvcache.core.manager import Manager
 from kvcache.core.specs import (
     ChunkedLocal,
     Compressed,
@@ -20,6 +23,7 @@ from kvcache.core.specs import (
     RingBuffer,
     SlidingWindow,
 )
+from kvcache.retention import Dense
 
 
 def full(name: str, block_tokens: int, **more: int) -> FullAttention:
@@ -234,3 +238,51 @@ def test_a_geometry_refuses_groups_that_cannot_work(groups: Any, message: str) -
 def test_a_geometry_refuses_odd_settings(field: str, value: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Geometry((STATE,), **{field: value})
+
+
+TWO = Geometry((full("a", 4), STATE))  # pages of 128 and 64 bytes
+
+
+def test_an_arena_too_small_for_a_slab_has_none() -> None:
+    slab = TWO.slab_bytes
+    found = [TWO.slabs_in(n) for n in (0, slab - 1, slab, 3 * slab - 1, np.int64(3 * slab))]
+    assert found == [0, 0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="the arena has 0 slabs"):
+        Manager(TWO, slabs=TWO.slabs_in(slab - 1), retention=Dense())
+
+
+def test_sizes_of_a_geometry_count_whole_things() -> None:
+    assert TWO.pages_needed(0) == (0, 2)
+    assert TWO.pages_needed(np.int32(5)) == (2, 2)
+    assert TWO.pool_bytes(np.array([3, 2])) == 3 * TWO.groups[0].page_bytes + 2 * 64
+
+
+@pytest.mark.parametrize("value", [-1, -(2**40), 8e9, "8", None, True, 2**63, [4]])
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (TWO.slabs_in, "arena_bytes is"),  # -1 would be UNLIMITED
+        (TWO.slabs_needed, "tokens is"),
+        (TWO.pages_needed, "tokens is"),
+        (lambda value: TWO.pool_bytes([1, value]), "pages of group 'state' is"),
+    ],
+)
+def test_sizes_of_a_geometry_refuse_what_is_no_whole_number_from_0_on(
+    call: Callable[[Any], Any], named: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        call(value)
+
+
+@pytest.mark.parametrize(
+    ("pages", "message"), [(5, "pages is 5"), ([1], "1 numbers for 2 groups"), ([], "0 numbers")]
+)
+def test_pool_bytes_takes_a_number_for_each_group(pages: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TWO.pool_bytes(pages)
+
+
+@pytest.mark.parametrize("slabs", [7812500.0, "4", None, True])
+def test_a_number_of_slabs_is_whole(slabs: Any) -> None:
+    with pytest.raises(ConfigError, match=r"slabs is .*: give a whole number, or UNLIMITED"):
+        Manager(TWO, slabs=slabs, retention=Dense())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -41,16 +42,32 @@ OPEN: dict[str, tuple[Call, str]] = {
     "salt of bytes": (lambda m: m.open([1], salt=b""), "salt is b''"),
     "adapter of nothing": (lambda m: m.open([1], lora=None), "lora is None"),
     "adapter of a list": (lambda m: m.open([1], lora=["a"]), "lora is .'a'."),
-    "tokens of nothing": (lambda m: m.open(None), "tokens"),
-    "tokens of text": (lambda m: m.open("abc"), "tokens"),
+    "tokens of nothing": (
+        lambda m: m.open(None),
+        "tokens is None: give a list or an array of whole",
+    ),
+    "tokens of text": (
+        lambda m: m.open("abc"),
+        "tokens is 'abc': give a list or an array of whole",
+    ),
+    "tokens of a generator": (
+        lambda m: m.open(t for t in (1, 2)),
+        "tokens is <generator .*: give a list or an array of whole numbers .int32.",
+    ),
     "tokens of NaN": (lambda m: m.open([NAN]), "tokens"),
     "no tokens": (lambda m: m.open([]), "the prompt has 0 tokens"),
     "max_tokens of text": (lambda m: m.open([1], max_tokens="9"), "max_tokens is '9'"),
     "max_tokens of NaN": (lambda m: m.open([1], max_tokens=NAN), "max_tokens is nan"),
     "max_tokens of 1.5": (lambda m: m.open([1], max_tokens=np.float32(1.5)), "max_tokens is"),
     "max_tokens of 3/2": (lambda m: m.open([1], max_tokens=Fraction(3, 2)), "max_tokens is"),
-    "boundaries of nothing": (lambda m: m.open([1], boundaries=None), "boundaries"),
-    "boundaries of a number": (lambda m: m.open([1], boundaries=1), "boundaries"),
+    "boundaries of nothing": (
+        lambda m: m.open([1], boundaries=None),
+        "boundaries is None: give a list",
+    ),
+    "boundaries of a number": (
+        lambda m: m.open([1], boundaries=64),
+        "boundaries is 64: give a list or an array of whole numbers .int64.",
+    ),
     "boundaries of text": (lambda m: m.open([1], boundaries="1"), "boundaries"),
     "boundary of text": (lambda m: m.open([1], boundaries=["1"]), "boundaries"),
     "boundary of NaN": (lambda m: m.open([1], boundaries=[NAN]), "boundaries"),
@@ -70,8 +87,13 @@ OPEN: dict[str, tuple[Call, str]] = {
     ),
     "embeddings of no width": (
         lambda m: m.open([1, 2], embeddings=[embedded(values=np.ones((2, 0)))]),
-        r"shape \(2, 0\)",
+        r"embeddings\[0\]\.values has shape \(2, 0\)",
     ),
+    "embeddings of objects": (
+        lambda m: m.open([1, 2], embeddings=[embedded(values=[[object()]])]),
+        r"embeddings\[0\]\.values is of type object",
+    ),
+    "no tokens, but an image": (lambda m: m.open([], media=[image()]), "the prompt has 0 tokens"),
     "foreign salt": (lambda m: m.open_foreign(KEYS, prompt_tokens=8, salt=None), "salt is None"),
     "foreign adapter": (lambda m: m.open_foreign(KEYS, prompt_tokens=8, lora=1), "lora is 1"),
     "foreign session": (lambda m: m.open_foreign(KEYS, prompt_tokens=8, session=1), "session is 1"),
@@ -294,3 +316,99 @@ def test_a_prompt_refused_for_its_length_can_be_opened_shorter() -> None:
         manager.open(text(40), salt="long")
     assert hit(manager, text(9), salt="long") == 0
     assert manager.stats().open_requests == 0
+
+
+# ---- places in a prompt ----------------------------------------------------------------------------
+
+NINE = text(9)
+FAR = image(offset_tokens=7, length_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (
+            {"media": [FAR, image(offset_tokens=8)]},
+            (
+                "media[1] covers 2 tokens from offset_tokens 8 on: it must lie inside the prompt of 9"
+                " tokens"
+            ),
+        ),
+        (
+            {"media": [image(offset_tokens=-1)]},
+            (
+                "media[0] covers 2 tokens from offset_tokens -1 on: it must lie inside the prompt of 9"
+                " tokens"
+            ),
+        ),
+        (
+            {"media": [FAR, image(length_tokens=0)]},
+            (
+                "media[1] covers 0 tokens from offset_tokens 0 on: an item inside the prompt of 9 tokens must"
+                " cover one token at least"
+            ),
+        ),
+        (
+            {"media": [image(length_tokens=-3)]},
+            "media[0] covers -3 tokens from offset_tokens 0 on: an item inside",
+        ),
+        (
+            {"media": [image(offset_tokens=2**63 - 1, length_tokens=2**63 - 1)]},
+            "it must lie inside the prompt of 9 tokens",
+        ),
+        (
+            {"media": [image(offset_tokens=3), image(length_tokens=4)]},
+            (
+                "media[0] covers 2 tokens from offset_tokens 3 on, media[1] goes on to token 4 of the"
+                " prompt of 9 tokens: items must not overlap"
+            ),
+        ),
+        (  # in units of 4: an item of its own for each
+            {"embeddings": [embedded(), embedded(offset_tokens=3, values=np.ones((7, 2)))]},
+            (
+                "embeddings[1] covers 7 tokens from offset_tokens 3 on: it must lie inside the prompt of 9"
+                " tokens"
+            ),
+        ),
+        (
+            {"embeddings": [embedded(offset_tokens=-2)]},
+            "embeddings[0] covers 2 tokens from offset_tokens -2 on: it must lie inside",
+        ),
+        (
+            {"media": [FAR], "embeddings": [embedded(values=np.ones((8, 2)))]},
+            (
+                "media[0] covers 2 tokens from offset_tokens 7 on, embeddings[0] goes on to token 8 of the"
+                " prompt of 9 tokens: items must not overlap"
+            ),
+        ),
+    ],
+)
+def test_an_item_that_cannot_stand_where_it_says_is_named_as_it_was_given(
+    items: dict[str, Any], message: str
+) -> None:
+    manager = Manager(FULL, slabs=40, retention=Sparse())
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        manager.open(NINE, **items)
+    assert manager.stats().open_requests == 0
+
+
+def test_items_may_touch_each_other_and_the_ends_in_any_order() -> None:
+    manager = Manager(FULL, slabs=40, retention=Sparse())
+    filled = {
+        "media": [FAR, image()],
+        "embeddings": [embedded(offset_tokens=2, values=np.ones((5, 2)))],
+    }
+    run(manager, NINE, **filled)
+    assert hit(manager, NINE, **filled) == 8
+    assert hit(manager, NINE) == 0
+
+
+# ---- flags -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["yes", 2, 1, 0, None, 1.0, []])
+@pytest.mark.parametrize("name", ["movable", "journal", "events"])
+def test_a_flag_of_the_manager_is_true_or_false(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is .*: it must be True or False"):
+        Manager(FULL, slabs=4, retention=Sparse(), **{name: value})
+    assert Manager(FULL, slabs=4, retention=Sparse(), **{name: np.True_})

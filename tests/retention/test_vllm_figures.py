@@ -80,3 +80,62 @@ def test_vllm_hits_what_the_page_says(repo_root: Path, require: Callable[[str, s
     assert [hits[TURN, model, "None"][1] for model in STATES] == [7424, 7424]
 
     assert [hits[PARTS, model, "1024"][1] for model in STATES] == [8192, 8192]
+
+
+USAGE = "usage: vllm_retention.py PYTHON"
+WITHOUT = f'#!/bin/sh\nexec "{sys.executable}" -S -E -s "$@"\n'
+BROKEN = """#!/bin/sh
+case "$1" in
+  -c) echo '{"peer": true}' ;;
+  *) echo "ImportError: vllm is broken" >&2; exit 3 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "status", "reason"),
+    [
+        (None, [], 2, USAGE),
+        (None, ["one", "two"], 2, USAGE),
+        (None, ["PATH"], 2, "PYTHON is 'PATH': No such file"),
+        ("#!/bin/sh\necho hello\n", ["PATH"], 2, "PYTHON is 'PATH': it is no Python"),
+        (WITHOUT, ["PATH"], 2, "PYTHON is 'PATH': it has no module vllm"),
+        (
+            BROKEN,
+            ["PATH"],
+            1,
+            "ended with status 3 after 0 of 12 runs: ImportError: vllm is broken",
+        ),
+    ],
+    ids=["nothing", "too much", "missing", "no Python", "no vllm", "broken vllm"],
+)
+def test_a_python_that_will_not_do_is_one_line(
+    repo_root: Path,
+    tmp_path: Path,
+    program: str | None,
+    arguments: list[str],
+    status: int,
+    reason: str,
+) -> None:
+    path = tmp_path / "python"
+    if program is not None:
+        path.write_text(program)
+        path.chmod(0o755)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "docs/vllm_retention.py",
+            *(a.replace("PATH", str(path)) for a in arguments),
+        ],
+        cwd=repo_root,
+        env={**os.environ, "PYTHONPATH": str(repo_root)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.count("\n") == 1
+    assert reason.replace("PATH", str(path)) in done.stderr
+    assert "--peer-python" not in done.stderr
+    assert status == 1 or "`make conformance` makes one" in done.stderr

@@ -73,7 +73,9 @@ def worker_of(
 ) -> Iterator[CpuWorker]:
     """One group of 64-byte pages; with the default batch size each page is a batch."""
     pool = HostPool([64], [16], setting="x")
-    worker = CpuWorker(pool, queue_depth=queue_depth, batch_bytes=batch_bytes, copy=copy)
+    worker = CpuWorker(
+        pool, groups=["a"], queue_depth=queue_depth, batch_bytes=batch_bytes, copy=copy
+    )
     memory = np.random.default_rng(0).integers(0, 256, (16, 64), dtype=np.uint8)
     worker.register([region(memory)])
     worker.memory = memory  # type: ignore[attr-defined]

@@ -13,9 +13,9 @@ import math
 import sys
 import time
 
-import zmq
-
 from kvcache.core.errors import ConfigError
+from kvcache.core.events.endpoints import for_rank, require_connectable
+from kvcache.core.events.pyzmq import zmq
 from kvcache.core.events.sockets import bound_incoming, receive
 
 RECONNECT_SECONDS = 1.0
@@ -44,6 +44,12 @@ class LiveSocket:
         self._poller = zmq.Poller()
         self._socket = context.socket(zmq.SUB)
         try:
+            if bind:
+                for_rank(endpoint, 0)
+            else:
+                require_connectable(
+                    endpoint, instead="give the publisher's host, or bind=True where it connects"
+                )
             bound_incoming(self._socket, frame_bytes=max_payload_bytes, messages=hwm)
             self._socket.setsockopt(zmq.SUBSCRIBE, topic)
             self._poller.register(self._socket, zmq.POLLIN)
@@ -53,7 +59,7 @@ class LiveSocket:
                 self._monitor = self._watch(context)
                 self._poller.register(self._monitor, zmq.POLLIN)
                 self._socket.connect(endpoint)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ConfigError) as error:
             self.close()
             raise ConfigError(f"cannot subscribe to events at {endpoint}: {error}") from error
 

@@ -18,17 +18,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Self
 
-import zmq
-
 from kvcache.core.errors import InputError, KVCacheError, MisuseError
 from kvcache.core.events import settings
 from kvcache.core.events.encode import encode_batches
 from kvcache.core.events.outbox import Outbox
 from kvcache.core.events.publisher_sockets import PublisherSockets
+from kvcache.core.events.pyzmq import zmq
 from kvcache.core.events.records import Event, EventBatch, with_int_hashes, without_salts
 from kvcache.core.events.replay import ReplayBuffer
 from kvcache.core.events.replay_server import ReplayServer
-from kvcache.core.values import text, whole
+from kvcache.core.values import flag, text, wait_seconds, whole
 
 LOGGER = logging.getLogger(__name__)
 
@@ -102,8 +101,8 @@ class EventPublisher:
         self._topic = settings.topic_bytes(topic, f"{name}.topic")
         self._rank = settings.count(data_parallel_rank, f"{name}.data_parallel_rank", least=0)
         self._max_batch_bytes = settings.count(max_batch_bytes, f"{name}.max_batch_bytes")
-        self._int_hashes = settings.flag(int_hashes, f"{name}.int_hashes")
-        self._publish_salts = settings.flag(publish_salts, f"{name}.publish_salts")
+        self._int_hashes = flag(int_hashes, f"{name}.int_hashes")
+        self._publish_salts = flag(publish_salts, f"{name}.publish_salts")
         self._outbox = Outbox(settings.count(max_queue_batches, f"{name}.max_queue_batches"))
         self._buffer = ReplayBuffer(
             max_batches=settings.count(buffer_batches, f"{name}.buffer_batches"),
@@ -120,7 +119,7 @@ class EventPublisher:
             text(endpoint, f"{name}.endpoint"),
             None if replay_endpoint is None else text(replay_endpoint, f"{name}.replay_endpoint"),
             rank=self._rank,
-            bind=None if bind is None else settings.flag(bind, f"{name}.bind"),
+            bind=None if bind is None else flag(bind, f"{name}.bind"),
             hwm=hwm,
         )
         self.endpoint, self.replay_endpoint = self._sockets.endpoint, self._sockets.replay_endpoint
@@ -155,7 +154,7 @@ class EventPublisher:
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until all that was published is with ZeroMQ. False: not within the time."""
-        return self._outbox.wait_empty(timeout_seconds)
+        return self._outbox.wait_empty(wait_seconds(timeout_seconds, "timeout_seconds"))
 
     def close(self, timeout_seconds: float = 2.0) -> bool:
         """Send what is queued, end replays, free the sockets. Again: nothing more happens.
@@ -163,7 +162,7 @@ class EventPublisher:
         False: the thread did not end within the time, and a warning is logged: its sockets are
         still open, so that ending their context would wait for them; or batches were left unsent.
         """
-        timeout_seconds = settings.wait_seconds(timeout_seconds, "timeout_seconds")
+        timeout_seconds = wait_seconds(timeout_seconds, "timeout_seconds")
         if self._closing_at is None:
             self._closing_at = time.monotonic() + timeout_seconds
         self._sockets.wake()

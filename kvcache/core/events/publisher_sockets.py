@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import socket
 
-import zmq
-
 from kvcache.core.errors import ConfigError
-from kvcache.core.events.endpoints import for_rank, is_bound
+from kvcache.core.events.endpoints import for_rank, is_bound, require_connectable
+from kvcache.core.events.pyzmq import zmq
 from kvcache.core.events.replay_server import ReplayServer
 from kvcache.core.events.sockets import MAX_REQUEST_BYTES, MAX_REQUESTS, bound_incoming
 
@@ -51,6 +50,7 @@ class PublisherSockets:
             if is_bound(place) if bind is None else bind:
                 self.pub.bind(place)
             else:
+                require_connectable(place, instead="give the subscriber's host, or bind=True")
                 self.pub.connect(place)
             self.endpoint = self.pub.get_string(zmq.LAST_ENDPOINT)
             """Where it really is: a port of 0 has become the port given."""

@@ -6,10 +6,10 @@ import math
 from collections.abc import Generator
 from typing import NamedTuple
 
-import zmq
-
+from kvcache.core.events.pyzmq import zmq
 from kvcache.core.events.replay import END_SEQ
 from kvcache.core.events.sockets import MAX_ANSWERS, bound_incoming, receive
+from kvcache.core.values import shown
 
 MAX_SEQ = 2**63 - 1
 
@@ -34,13 +34,15 @@ def ask_replay(
     start: int,
     timeout_seconds: float,
     *,
+    topic: bytes,
     max_payload_bytes: int,
 ) -> Generator[ReplayAnswer]:
     """Batches from number `start` on, ascending, as they come; ends with the endpoint's end mark.
 
     Waits at most `timeout_seconds` for each answer; if nothing comes, or nonsense, the last answer
-    carries a `failure`. A reader that pauses makes the endpoint pause. Answers of older publishers,
-    which leave the topic out, are read too.
+    carries a `failure`. So does one under a topic that does not begin with `topic`: its numbers are
+    those of another stream. Answers of older publishers, which leave the topic out, are read too. A
+    reader that pauses makes the endpoint pause.
     """
     least = start
     dealer = context.socket(zmq.DEALER)
@@ -61,6 +63,15 @@ def ask_replay(
             seq = sequence_number(frames[-2]) if len(frames) in {3, 4} else None
             if seq is None or seq < least:
                 yield ReplayAnswer(-1, b"", "the replay endpoint answered nonsense")
+                return
+            if len(frames) == 4 and not frames[1].startswith(topic):
+                other, own = (t.decode(errors="replace") for t in (frames[1], topic))
+                yield ReplayAnswer(
+                    -1,
+                    b"",
+                    f"the replay endpoint has topic {shown(other)}, which does not begin with"
+                    f" {shown(own)}: it is another publisher's",
+                )
                 return
             least = seq + 1
             yield ReplayAnswer(seq, frames[-1])

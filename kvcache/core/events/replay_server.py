@@ -9,8 +9,7 @@ import time
 from collections import deque
 from typing import ClassVar
 
-import zmq
-
+from kvcache.core.events.pyzmq import zmq
 from kvcache.core.events.replay import ReplayBuffer, ReplayJob
 from kvcache.core.events.sockets import (
     MAX_ANSWERS,

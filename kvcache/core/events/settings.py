@@ -5,16 +5,12 @@ ZeroMQ takes most of them as 32-bit numbers, and its 0 often means "no limit": n
 
 from __future__ import annotations
 
-import math
-
-import zmq
-
 from kvcache.core.errors import ConfigError
+from kvcache.core.events.pyzmq import zmq
 from kvcache.core.events.sockets import MAX_TOPIC_BYTES
-from kvcache.core.values import shown, text, whole
+from kvcache.core.values import MOST_SECONDS, shown, text, whole
 
 MOST = 2**31 - 1
-MOST_SECONDS = 1_000_000.0
 
 
 def count(value: object, what: str, *, least: int = 1) -> int:
@@ -31,20 +27,6 @@ def seconds(value: object, what: str) -> float:
             f"{what} is {shown(value)}: it must be above 0 and at most {MOST_SECONDS:.0f}"
         )
     return float(value)
-
-
-def wait_seconds(value: object, what: str) -> float:
-    """How long a call may wait: 0, or less, is not at all."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise ConfigError(f"{what} is {shown(value)}: it must be a number of seconds")
-    return min(max(float(value), 0.0), MOST_SECONDS)
-
-
-def flag(value: object, what: str) -> bool:
-    """True or False."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{what} is {shown(value)}: it must be True or False")
-    return value
 
 
 def topic_bytes(value: object, what: str) -> bytes:

@@ -7,7 +7,7 @@ one peer's subscriptions: keep the endpoints in a network that is trusted.
 
 from __future__ import annotations
 
-import zmq
+from kvcache.core.events.pyzmq import zmq
 
 MAX_REQUEST_BYTES = 1024
 """Of a frame that a client sends to a publisher: a topic, or a number. The handshake needs some too."""

@@ -17,15 +17,15 @@ import time
 from collections.abc import Generator
 from typing import NamedTuple, Self, TypeAlias
 
-import zmq
-
-from kvcache.core.errors import MisuseError
+from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.events import settings
 from kvcache.core.events.decode import MAX_PAYLOAD_BYTES, Decoder, WireError
+from kvcache.core.events.endpoints import require_connectable
 from kvcache.core.events.live_socket import LiveSocket
+from kvcache.core.events.pyzmq import zmq
 from kvcache.core.events.records import EventBatch
 from kvcache.core.events.replay_client import ask_replay, sequence_number
-from kvcache.core.values import text
+from kvcache.core.values import flag, text, wait_seconds
 
 GONE = "the replay endpoint has it no more"
 
@@ -79,7 +79,8 @@ class EventSubscriber:
     Args:
         endpoint: of the publisher, connected to; `bind` it where publishers connect.
         replay_endpoint: None: every gap is a loss.
-        topic: prefix of the topics wanted. One subscriber, one publisher: numbers are per publisher.
+        topic: prefix of the publisher's topic. One subscriber, one publisher: numbers are per
+            publisher. A replay under another topic is another publisher's, and fails.
         from_start: a stream that is joined late has a gap before its first batch.
         probe_seconds: after so much silence, ask the replay endpoint whether something was missed;
             None: a gap at the end shows only with the next batch. The silence after a question that
@@ -107,20 +108,25 @@ class EventSubscriber:
         name = "EventSubscriber"
         endpoint = text(endpoint, f"{name}.endpoint")
         if replay_endpoint is not None:
-            replay_endpoint = text(replay_endpoint, f"{name}.replay_endpoint")
-        prefix = settings.topic_bytes(topic, f"{name}.topic")
-        bind = settings.flag(bind, f"{name}.bind")
+            replay_endpoint = _replay_endpoint(replay_endpoint, f"{name}.replay_endpoint")
+        self._topic = settings.topic_bytes(topic, f"{name}.topic")
+        bind = flag(bind, f"{name}.bind")
         hwm = settings.count(hwm, f"{name}.hwm")
         timeout = settings.seconds(replay_timeout_seconds, f"{name}.replay_timeout_seconds")
         probe = math.inf
         if probe_seconds is not None:
             probe = settings.seconds(probe_seconds, f"{name}.probe_seconds")
+            if replay_endpoint is None:
+                raise ConfigError(
+                    f"{name}.probe_seconds is {probe_seconds} without a replay_endpoint: there is"
+                    " nobody to ask; give both, or neither"
+                )
         self._replay_endpoint = replay_endpoint
         self._replay_timeout = timeout
-        self._probe_seconds = probe if replay_endpoint is not None else math.inf
+        self._probe_seconds = probe
         self._max_payload_bytes = settings.count(max_payload_bytes, f"{name}.max_payload_bytes")
         self._decoder = Decoder(max_payload_bytes=self._max_payload_bytes)
-        self._next: int | None = 0 if settings.flag(from_start, f"{name}.from_start") else None
+        self._next: int | None = 0 if flag(from_start, f"{name}.from_start") else None
         self._context = settings.context_or_shared(context, f"{name}.context")
         self._last_live = -1
         self._heard = time.monotonic()
@@ -129,7 +135,7 @@ class EventSubscriber:
         self._socket = LiveSocket(
             self._context,
             endpoint,
-            topic=prefix,
+            topic=self._topic,
             bind=bind,
             hwm=hwm,
             max_payload_bytes=self._max_payload_bytes,
@@ -143,7 +149,7 @@ class EventSubscriber:
         """
         if self._socket.closed:
             raise MisuseError("receive after close: the subscriber is closed")
-        end = time.monotonic() + settings.wait_seconds(timeout_seconds, "timeout_seconds")
+        end = time.monotonic() + wait_seconds(timeout_seconds, "timeout_seconds")
         probed = False
         delivery = next(self._coming, None)
         while delivery is None:
@@ -235,6 +241,7 @@ class EventSubscriber:
                     self._replay_endpoint,
                     self._next,
                     self._replay_timeout,
+                    topic=self._topic,
                     max_payload_bytes=self._max_payload_bytes,
                 )
             ) as answers:
@@ -250,6 +257,15 @@ class EventSubscriber:
         if seq is not None and seq > self._next:
             yield self._lose(self._next, seq - 1, reason)
             self._next = seq
+
+
+def _replay_endpoint(value: object, what: str) -> str:
+    endpoint = text(value, what)
+    try:
+        require_connectable(endpoint, instead="give the publisher's host")
+    except ConfigError as error:
+        raise ConfigError(f"{what} is {endpoint!r}: {error}") from error
+    return endpoint
 
 
 def _nothing() -> Generator[Delivery]:

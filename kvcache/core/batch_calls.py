@@ -1,0 +1,98 @@
+"""What a scheduler does for every running request of a step, in one native call for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core import arrays
+from kvcache.core.errors import ConfigError, KVCacheError
+from kvcache.core.read_calls import ReadCalls
+from kvcache.core.records import GRANT_DTYPE
+
+Numbers = Sequence[int] | NDArray[np.integer]
+
+
+class BatchCalls(ReadCalls):
+    """The same as single calls in the order given, up to the first that fails.
+
+    An error names the request by its place in the batch; what the calls before it did stands.
+    """
+
+    def allocate_many(
+        self, handles: Numbers, tokens: Numbers, *, drafts: Numbers | None = None
+    ) -> NDArray[np.void]:
+        """`allocate` for each request: `[m]` of `GRANT_DTYPE`.
+
+        With m below the number of handles, request m found no space (`blockage` says why), and
+        those after it were not asked.
+        """
+        wanted = [arrays.flat(tokens, np.int64, "tokens")]
+        if drafts is not None:
+            wanted.append(arrays.flat(drafts, np.int64, "drafts"))
+        rows = self._rows(handles, *wanted)
+        guesses = self._buffer("int64_t", wanted[1]) if drafts is not None else self._ffi.NULL
+        grants = np.empty(len(rows), GRANT_DTYPE)
+        out = self._ffi.cast("kvc_grant*", self._ffi.from_buffer(grants))
+        done = self._many(
+            self._lib.kvc_allocate_many,
+            rows,
+            self._buffer("int64_t", wanted[0]),
+            guesses,
+            len(rows),
+            out,
+        )
+        return grants[:done]
+
+    def commit_many(self, handles: Numbers, upto: Numbers) -> None:
+        """`commit` for each request, up to its own position."""
+        ends = arrays.flat(upto, np.int64, "upto")
+        rows = self._rows(handles, ends)
+        self._many(self._lib.kvc_commit_many, rows, self._buffer("int64_t", ends), len(rows))
+
+    def extend_many(
+        self, handles: Numbers, tokens: Numbers, *, counts: Numbers | None = None
+    ) -> None:
+        """`extend` for each request.
+
+        Args:
+            tokens: those of all requests, one request after the other.
+            counts: how many each gets; None: one.
+        """
+        array = arrays.flat(tokens, np.int32, "tokens")
+        if counts is None:
+            rows, shares = self._rows(handles), self._ffi.NULL
+        else:
+            given = arrays.flat(counts, np.int64, "counts")
+            rows, shares = self._rows(handles, given), self._buffer("int64_t", given)
+        self._many(
+            self._lib.kvc_extend_many,
+            rows,
+            self._buffer("int32_t", array),
+            len(array),
+            shares,
+            len(rows),
+        )
+
+    def _rows(self, handles: Numbers, *columns: NDArray[Any]) -> NDArray[np.int64]:
+        rows = arrays.flat(handles, np.int64, "handles")
+        for column in columns:
+            if len(column) != len(rows):
+                raise ConfigError(f"{len(column)} values for {len(rows)} handles: give one each")
+        return rows
+
+    def _many(self, function: Any, rows: NDArray[np.int64], *args: Any) -> int:
+        """Calls it; returns how many requests were served."""
+        done = self._ffi.new("int64_t*")
+        try:
+            self._call(function, self._buffer("int64_t", rows), *args, done)
+        except KVCacheError as error:
+            if len(rows):
+                raise type(error)(
+                    f"request {done[0]} of {len(rows)} in the batch: {error}"
+                ) from None
+            raise
+        return int(done[0])
