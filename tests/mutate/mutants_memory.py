@@ -62,10 +62,12 @@ MEMORY = [
         "    for (int32_t g = 0; adoption && g < n_groups_; ++g) "
         "arena_.adopt_run(g, adoption->pages[static_cast<size_t>(g)]);\n"
         "    if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });\n"
+        "    const auto pages = std::span(demand.classes).first(pages_per_slab_.size());\n"
         "    try {\n"
-        "        if (oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes)) {\n",
+        "        if (oldest ? arena_.secure_mine(pages) : arena_.secure(pages)) {\n",
+        "    const auto pages = std::span(demand.classes).first(pages_per_slab_.size());\n"
         "    try {\n"
-        "        if (oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes)) {\n"
+        "        if (oldest ? arena_.secure_mine(pages) : arena_.secure(pages)) {\n"
         "            each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });\n"
         "            if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });\n",
         (LAW + "19_fresh_hits.py::test_law_19_what_a_lookup_found_is_what_the_grant_after_it_has",),
