@@ -35,9 +35,11 @@ int64_t Manager::key_full(Request& r, int32_t group, int64_t begin, int64_t end,
 
 // At the end of the request: blocks whose key was on the page of a twin, which may have gone, or be an older one by now.
 void Manager::key_twins(Request& r) {
-    for (int32_t g = 0; g < n_groups_; ++g)
-        if (r.keyless[static_cast<size_t>(g)])
-            key_full(r, g, 0, r.keyed_blocks[static_cast<size_t>(g)], Page::kVisible);
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        if (!r.keyless[static_cast<size_t>(g)]) continue;
+        const std::vector<int64_t>& holes = r.holes[static_cast<size_t>(g)];  // they have no content
+        key_full(r, g, holes.empty() ? 0 : holes.back() + 1, r.keyed_blocks[static_cast<size_t>(g)], Page::kVisible);
+    }
 }
 
 void Manager::key_state(const Request& r, const Point& point, int32_t group, Page::Key visibility) {
@@ -71,7 +73,8 @@ void Manager::key_span(Request& r, int32_t group, int64_t position, int64_t* don
     }
     // A draft's last block may get its key later, when the tokens are told that it looks ahead to.
     Digest last;
-    if (!g.draft() || block_key(r, group, position / g.block_tokens - 1, &last)) *done = std::max(*done, position);
+    const bool all = !g.draft() || block_key(r, group, position / g.block_tokens - 1, &last);
+    if (all || visibility == Page::kPending) *done = std::max(*done, position);
 }
 
 // The request lets go of a page whose key may be pending, for a position that was not reached or is not kept any more.

@@ -42,7 +42,7 @@ class Run : public model::Follower {
         else if (dice < 11) acquire();
         else if (dice < 12) adopt_many();
         else if (dice < 16) release();
-        else if (dice < 17) keep();
+        else if (dice < 17) below(2) ? keep() : pin_neighbours();
         else if (dice < 18) look_up();
         else if (!below(8)) dice < 19 ? guarantee() : rare();
         compare_counts();
@@ -161,6 +161,27 @@ class Run : public model::Follower {
         else arena_.adopt(g, id), x.hits = std::min(x.hits + 1, 7);
         model_.acquire(g, id, pin);
         (pin ? pinned_ : held_).push_back({g, id});
+    }
+    // Readers take neighbours in the order of eviction, and let go of some at once: past others that are held still.
+    void pin_neighbours() {
+        const int c = below(model_.classes());
+        std::vector<std::pair<std::pair<int, uint64_t>, int>> cached;
+        for (const auto& [id, x] : model_.pages[c])
+            if (x.list) cached.push_back({x.rank(), id});
+        if (cached.empty()) return;
+        std::sort(cached.begin(), cached.end());
+        const int first = below(static_cast<int>(cached.size()));
+        const int end = std::min(static_cast<int>(cached.size()), first + 2 + below(7));
+        std::shuffle(cached.begin() + first, cached.begin() + end, random_);
+        for (int i = first; i < end; ++i) {
+            const int id = cached[static_cast<size_t>(i)].second;
+            const Held held{model_.pages[c].at(id).group, id};
+            arena_.pin(held.group, held.page);
+            model_.acquire(held.group, held.page, true);
+            pinned_.push_back(held);
+        }
+        for (int n = below(end - first + 1); n > 0; --n)
+            release(pinned_, pinned_.size() - 1 - static_cast<size_t>(below(n)));
     }
     void adopt_many() {
         const Model before = model_;

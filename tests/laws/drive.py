@@ -76,6 +76,30 @@ def restart(engine: Engine, request: Request) -> None:
     engine.restart(request)
 
 
+def compute_twins(
+    engine: Engine, requests: Sequence[Request], *, chunks: Sequence[int], lead: int = 0
+) -> None:
+    """All known tokens of requests that do not find what the others write; each `lead` steps behind."""
+    for request in requests:
+        if request.state == "waiting":
+            engine.lookup(request)
+    sizes = itertools.cycle(chunks)
+    for step in itertools.count():
+        left = [r for r in requests if r.committed < len(r.tokens)]
+        if not left:
+            return
+        engine.begin_step()
+        size = next(sizes)
+        for request in left:
+            at = request.hit.hit_tokens if request.hit else request.committed
+            more = min(size, len(request.tokens) - at)
+            if step >= lead * requests.index(request):
+                assert allocate(engine, request, more)
+                engine.commit(request)
+        engine.end_step()
+        verify(engine)
+
+
 def drain(engine: Engine) -> None:
     while engine.steps:
         engine.end_step()

@@ -35,8 +35,10 @@ class Before(NamedTuple):
     planned: set[tuple[int, int]]
     """States of a grant that was not committed: this one replaces it."""
     tables: dict[int, list[int]]
-    unwritten: set[Page]
-    """Of a grant that was not committed: this one gives them to any group."""
+    holds: set[Page]
+    """Of the request."""
+    fence: int
+    """The step with whose end it gives up what this grant leaves out of one not committed."""
 
 
 def allocate(engine: Engine, request: Request, tokens: int, drafts: int = 0) -> Grant | None:
@@ -72,6 +74,7 @@ def allocate(engine: Engine, request: Request, tokens: int, drafts: int = 0) -> 
             request.computed = request.committed = start
         request.drafts = max(0, grant.end - start - tokens)
         taken = _take_pages(engine, request, before)
+        engine.give_up(request, before.holds, before.fence)
     if request is engine.requests[0] and could_end:
         can = engine.arena.keeps_quota(request.max_tokens, request.pages())
         assert can, "the oldest request took pages in too many slabs"
@@ -93,12 +96,8 @@ def _before(engine: Engine, request: Request, tokens: int, drafts: int) -> Befor
         engine.owned(),
         set(request.planned()) if uncommitted else set(),
         {g: list(table) for g, table in request.tables.items()},
-        {
-            request.page(g, number)
-            for g, table in request.tables.items()
-            for number in table[ceil_div(request.committed, engine.oracle.blocks[g]) :]
-            if number >= 0
-        },
+        set(request.pages()),
+        engine.fence(request),
     )
 
 
@@ -273,7 +272,5 @@ def _check_taken(engine: Engine, before: Before, taken: Taken, *, shortened: boo
     pages = [engine.group_page(group, number) for group, number in taken]
     assert len(set(pages)) == len(pages), f"a page was handed out twice: {taken}"
     for page in pages:
-        assert page not in before.in_use - before.unwritten, (
-            f"page {page} was handed out while in use"
-        )
+        assert page not in before.in_use, f"page {page} was handed out while in use"
         engine.content.scribble(page)

@@ -23,6 +23,14 @@ SPANS = (
     "::test_law_10_a_boundary_keeps_the_blocks_of_the_tokens_that_its_query_reads_and_no_others"
 )
 
+RESEND = (
+    LAW + "06_resend.py::test_law_06_the_second_identical_request_hits_all_but_the_last_grid_unit"
+)
+DRAFT_WINDOWS = (
+    LAW + "07_draft_windows.py"
+    "::test_law_07_draft_windows_get_the_same_keys_however_late_their_tokens_are_told"
+)
+
 KEYS = [
     Mutant(
         "publish early: pending keys are found",
@@ -37,12 +45,69 @@ KEYS = [
     Mutant(
         "publish early: keys are visible with commit",
         "csrc/steps.cpp",
-        "key_page(*r, g, table.page(b), key, (b + 1) * block, Page::kPending);",
-        "key_page(*r, g, table.page(b), key, (b + 1) * block, Page::kVisible);",
+        "upto / rules(g).block_tokens, Page::kPending);",
+        "upto / rules(g).block_tokens, Page::kVisible);",
         (
             LAW + "11_publish.py"
             "::test_law_11_no_key_is_found_before_the_step_that_wrote_it_has_ended",
         ),
+    ),
+    Mutant(
+        "pending keys of a run stay pending",
+        "csrc/arena_keys.cpp",
+        "            confirm(group, id);\n",
+        "            continue;\n",
+        (RESEND,),
+    ),
+    Mutant(
+        "the last block of a run gets no key",
+        "csrc/arena_keys.cpp",
+        "    for (int64_t i = 0; i < run.count; ++i) {\n        const int32_t id = ids[i];\n",
+        "    for (int64_t i = 0; i + 1 < run.count; ++i) {\n        const int32_t id = ids[i];\n",
+        (RESEND,),
+    ),
+    Mutant(
+        "blocks of a run end where they begin",
+        "csrc/arena_keys.cpp",
+        "publish(group, id, digest, ns, begin + (i + 1) * block_tokens, key, tag);",
+        "publish(group, id, digest, ns, begin + i * block_tokens, key, tag);",
+        (RUNS,),
+    ),
+    Mutant(
+        "a page that is still being written is adopted where a tier has the block",
+        "csrc/arena_keys.cpp",
+        "ids[base + i] = id != kNoPage && pages[id].key == Page::kVisible ? id : kNoPage;",
+        "ids[base + i] = id;",
+        ("tests/laws/test_machine.py::TestManagerMachine",),
+    ),
+    Mutant(
+        "a block of the hit that only a tier has is not loaded",
+        "csrc/adopt.cpp",
+        "if (!is_present(r, g, b)) return false;\n                ++adoption->loads;\n",
+        "if (!is_present(r, g, b)) return false;\n",
+        (LAW + "18_fences.py::test_law_18_pages_that_a_load_writes_are_handed_out_after_its_end",),
+        ("KeyError",),  # no load was begun
+    ),
+    Mutant(
+        "a draft window is settled before its last key is known",
+        "csrc/keys.cpp",
+        "const bool all = !g.draft() || block_key(",
+        "const bool all = g.draft() || block_key(",
+        (DRAFT_WINDOWS,),
+    ),
+    Mutant(
+        "a draft window's keys become visible before the position that they are kept for",
+        "csrc/keys.cpp",
+        "if (all || visibility == Page::kPending) *done",
+        "if (all) *done",
+        ("tests/laws/test_machine.py::TestManagerMachine",),
+    ),
+    Mutant(
+        "a hole of a draft gets a key",
+        "csrc/keys.cpp",
+        "holes.empty() ? 0 : holes.back() + 1",
+        "holes.empty() ? 0 : holes.front()",
+        (LAW + "03_soundness.py::test_law_03_what_a_draft_lacks_of_a_hit_gets_no_key_from_twins",),
     ),
     Mutant(
         "load published before its end",
@@ -58,8 +123,8 @@ KEYS = [
     Mutant(
         "orphaned pending key of an aborted request",
         "csrc/closing.cpp",
-        "            arena_.unpublish(deepest, page);\n",
-        "            continue;\n",
+        "key == Page::kPending) arena_.unpublish(g, table.page(b));",
+        "key == Page::kPending) continue;",
         (LAW + "11_publish.py::test_law_11_an_end_between_schedule_and_completion_leaves_no_key",),
     ),
     Mutant(
@@ -182,8 +247,8 @@ KEYS = [
     Mutant(
         "a request that ran through clear() leaves keys",
         "csrc/keys.cpp",
-        "if (r.muted || r.retired || target.key == Page::kVisible) return false;",
-        "if (r.retired || target.key == Page::kVisible) return false;",
+        "if (r.muted || r.retired) return end;",
+        "if (r.retired) return end;",
         (
             LAW + "02_index.py"
             "::test_law_02_clear_forgets_every_key_and_what_runs_leaves_none_until_it_starts_anew",
@@ -211,8 +276,8 @@ KEYS = [
     Mutant(
         "a request of other weights leaves keys",
         "csrc/keys.cpp",
-        "if (r.muted || r.retired || target.key == Page::kVisible) return false;",
-        "if (r.muted || target.key == Page::kVisible) return false;",
+        "if (r.muted || r.retired || target.key == Page::kVisible) return;",
+        "if (r.muted || target.key == Page::kVisible) return;",
         (WEIGHTS,),
         ("KeyError",),  # a key of roots that nobody knows
     ),
@@ -247,6 +312,16 @@ KEYS = [
         "csrc/arena_keys.cpp",
         "    ghosts_.add(hash);\n",
         "",
+        (
+            LAW + "06_resend.py"
+            "::test_law_06_under_eviction_every_token_lost_by_a_resend_is_reported_as_evicted",
+        ),
+    ),
+    Mutant(
+        "the deepest evicted block is called new",
+        "csrc/arena_keys.cpp",
+        "if (ghosts_.contains(hashes[i])) return end - i;",
+        "if (ghosts_.contains(hashes[i])) return end - i - 1;",
         (
             LAW + "06_resend.py"
             "::test_law_06_under_eviction_every_token_lost_by_a_resend_is_reported_as_evicted",

@@ -35,6 +35,11 @@ GUESSES = (
     LAW + "18_guesses.py"
     "::test_law_18_pages_of_wrong_guesses_are_handed_out_after_the_step_that_may_write_them"
 )
+REPLACED = (
+    LAW + "18_guesses.py"
+    "::test_law_18_pages_of_a_replaced_grant_are_handed_out_after_the_steps_that_may_compute_it"
+)
+TWINS = LAW + "14_twins.py::test_law_14_of_twins_the_tail_goes_before_the_head_whoever_leaves_last"
 
 MEMORY = [
     Mutant(
@@ -54,12 +59,15 @@ MEMORY = [
     Mutant(
         "fresh hit evicted: it counts as space",
         "csrc/grant.cpp",
-        "    each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });\n"
+        "    for (int32_t g = 0; adoption && g < n_groups_; ++g) "
+        "arena_.adopt_run(g, adoption->pages[static_cast<size_t>(g)]);\n"
         "    if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });\n"
+        "    const auto pages = std::span(demand.classes).first(pages_per_slab_.size());\n"
         "    try {\n"
-        "        if (oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes)) {\n",
+        "        if (oldest ? arena_.secure_mine(pages) : arena_.secure(pages)) {\n",
+        "    const auto pages = std::span(demand.classes).first(pages_per_slab_.size());\n"
         "    try {\n"
-        "        if (oldest ? arena_.secure_mine(demand.classes) : arena_.secure(demand.classes)) {\n"
+        "        if (oldest ? arena_.secure_mine(pages) : arena_.secure(pages)) {\n"
         "            each_adopted([&](int32_t g, int32_t page) { arena_.adopt(g, page); });\n"
         "            if (oldest) each_adopted([&](int32_t g, int32_t page) { arena_.mine(g, page, +1); });\n",
         (LAW + "19_fresh_hits.py::test_law_19_what_a_lookup_found_is_what_the_grant_after_it_has",),
@@ -94,12 +102,57 @@ MEMORY = [
     Mutant(
         "head before tail",
         "csrc/closing.cpp",
-        "const int64_t b = --left[static_cast<size_t>(deepest)];\n"
-        "        const int32_t page = r.tables[static_cast<size_t>(deepest)].page(b);\n",
-        "const auto& whole = r.tables[static_cast<size_t>(deepest)];\n"
-        "        const int64_t b = whole.end() - left[static_cast<size_t>(deepest)]--;\n"
-        "        const int32_t page = whole.page(b);\n",
+        "    if (!step) return arena_.release_run(group, pages, list);\n",
+        "    if (!step) {\n"
+        "        for (const int32_t page : pages) arena_.release(group, page, list);\n"
+        "        return;\n"
+        "    }\n",
         (FIRST_OUT,),
+    ),
+    Mutant(
+        "head before tail in a run",
+        "csrc/arena.cpp",
+        "    for (size_t i = ids.size(); i-- > 0;) {\n",
+        "    for (size_t i = 0; i < ids.size(); ++i) {\n",
+        (FIRST_OUT,),
+    ),
+    Mutant(
+        "head before tail under an open step",
+        "csrc/closing.cpp",
+        "    for (size_t i = pages.size(); i-- > 0;) step->releases",
+        "    for (size_t i = 0; i < pages.size(); ++i) step->releases",
+        (ORDER + "test_law_14_pages_freed_under_an_open_step_go_in_the_same_order_as_at_once",),
+    ),
+    Mutant(
+        "a run of blocks goes past the state that they serve",
+        "csrc/closing.cpp",
+        "        if (next < filed_.size()) others = std::max(others, filed_[next].position);\n",
+        "",
+        (FIRST_OUT,),
+    ),
+    Mutant(
+        "a twin's copies never get the key",
+        "csrc/closing.cpp",
+        "    if (!loading) key_twins(r);\n",
+        "",
+        (TWINS,),
+    ),
+    Mutant(
+        "a twin's copies that were loaded never get the key",
+        "csrc/loads.cpp",
+        "if (r && !keyed && rules(item.group).full())",
+        "if (r && !keyed && rules(item.group).state())",
+        (
+            LAW + "14_twins.py"
+            "::test_law_14_of_twins_of_which_one_loads_what_the_other_computes_the_tail_goes_first",
+        ),
+    ),
+    Mutant(
+        "a twin's windows never get the key",
+        "csrc/closing.cpp",
+        "int64_t none = 0;",
+        "int64_t none = r.span_settled[static_cast<size_t>(g)];",
+        (TWINS,),
     ),
     Mutant(
         "state outlives the prefix that it needs",
@@ -146,8 +199,15 @@ MEMORY = [
     Mutant(
         "an unpinned page comes back at the wrong place",
         "csrc/arena.cpp",
-        "if (page_in(c, next).age > age) return low;",
-        "if (page_in(c, next).age > age) return next;",
+        "        if (age(next) > page.age) return low;\n",
+        "        if (age(next) > page.age) return next;\n",
+        (PINS,),
+    ),
+    Mutant(
+        "an unpinned page comes back one place too early",
+        "csrc/arena.cpp",
+        "        if (age(high) < page.age) return high;\n",
+        "        if (age(high) < page.age) return page_in(c, high).previous;\n",
         (PINS,),
     ),
     Mutant(
@@ -173,6 +233,23 @@ MEMORY = [
         "    if (r->drafts) release_guesses(*r, upto);\n",
         "",
         (GUESSES,),
+    ),
+    Mutant(
+        "pages of a replaced grant are not fenced",
+        "csrc/grant.cpp",
+        "    for (const Release& dropped : unused_) release(r, dropped.group, dropped.page, dropped.list);\n",
+        "    for (const Release& dropped : unused_) {\n"
+        "        if (r.handle == guaranteed_) arena_.mine(dropped.group, dropped.page, -1);\n"
+        "        arena_.release(dropped.group, dropped.page);\n"
+        "    }\n",
+        (REPLACED,),
+    ),
+    Mutant(
+        "the first page of a replaced grant that is not needed stays held",
+        "csrc/grant.cpp",
+        "    for (int64_t b = past; b < table.end(); ++b) unused_",
+        "    for (int64_t b = past + 1; b < table.end(); ++b) unused_",
+        (REPLACED,),
     ),
     Mutant(
         "keyed pages evicted while others are free",
@@ -252,8 +329,8 @@ MEMORY = [
     Mutant(
         "move of a held page",
         "csrc/reclaim.cpp",
-        "if (candidate.owner != size_class || candidate.held || !candidate.used) continue;",
-        "if (candidate.owner != size_class || !candidate.used) continue;",
+        "if (slab(s).owner != size_class || candidate.held || !candidate.used) continue;",
+        "if (slab(s).owner != size_class || !candidate.used) continue;",
         (
             LAW + "18_fences.py"
             "::test_law_18_a_pinned_page_stays_where_it_is_until_its_reader_is_done",
