@@ -107,7 +107,7 @@ def arena_slabs(tokens: int | None, geometry: Geometry) -> int:
     """
     if tokens is None:
         return UNLIMITED
-    slabs = geometry.slabs_in(arena_bytes(tokens, geometry))
+    slabs = arena_bytes(tokens, geometry) // geometry.slab_bytes
     if slabs < 1:
         raise ConfigError(
             f"--pool-tokens {tokens} is less than one slab takes ({geometry.slab_bytes} bytes,"

@@ -11,11 +11,11 @@ from arena.rules import Group, Instance, Rule, smallest_arena
 from arena.search import Verdict, search
 from laws.cases import SCALE
 
-STATES = 3000 if SCALE == 1 else 4000
-"""An instance with more is undecided, which is no failure; most have fewer."""
+STATES, STREAM_STATES = 3000, 1000
+"""An instance with more is undecided, which is no failure; most have fewer. A stream's cost more."""
 ALL = list(instances())
-SAMPLED = ALL[7::40] if SCALE == 1 else ALL
-DECIDED = {0: (58, 15), 2: (48, 11)}
+SAMPLED = ALL[7::40] if SCALE == 1 else ALL[7::4]
+DECIDED = {0: (58, 15), 2: (48, 11)} if SCALE == 1 else {0: (478, 128), 2: (623, 62)}
 """By fence: searches of `SAMPLED` that finish, and that stay undecided. In docs/memory.md too."""
 
 
@@ -53,9 +53,7 @@ def test_small_arenas_always_finish(fence: int) -> None:
             outcomes[verdict.outcome] += 1
     found = outcomes["finishes"], outcomes["undecided"]
     sys.stdout.write(f"fence {fence}: {found[0]} finish, {found[1]} undecided\n")
-    if SCALE == 1:
-        assert found == DECIDED[fence]
-    assert found[1] <= 0.3 * sum(found)
+    assert found == DECIDED[fence]
 
 
 WRONG = {
@@ -81,10 +79,10 @@ def test_every_part_of_the_rule_is_needed(name: str) -> None:
 def test_a_stream_of_new_requests_does_not_starve_the_oldest() -> None:
     undecided, chosen = 0, SAMPLED[::6]
     for instance in chosen:
-        verdict = search(instance._replace(stream=True), Rule(), limit=STATES)
+        verdict = search(instance._replace(stream=True), Rule(), limit=STREAM_STATES)
         assert verdict.outcome in {"finishes", "undecided"}, f"{instance}\n{schedule(verdict)}"
         undecided += verdict.outcome == "undecided"
-    assert undecided <= (0 if SCALE == 1 else 0.3 * len(chosen))
+    assert undecided <= (0 if SCALE == 1 else 0.1 * len(chosen))
 
 
 def test_arenas_are_as_small_as_open_allows() -> None:
