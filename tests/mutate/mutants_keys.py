@@ -69,8 +69,8 @@ KEYS = [
     Mutant(
         "blocks of a run end where they begin",
         "csrc/arena_keys.cpp",
-        "publish(group, id, digest, ns, begin + (i + 1) * block_tokens, key, tag);",
-        "publish(group, id, digest, ns, begin + i * block_tokens, key, tag);",
+        "publish(group, id, digest, ns, begin + (i + 1) * block_tokens, key, hash);",
+        "publish(group, id, digest, ns, begin + i * block_tokens, key, hash);",
         (RUNS,),
     ),
     Mutant(

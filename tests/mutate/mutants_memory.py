@@ -322,8 +322,8 @@ MEMORY = [
     Mutant(
         "move without re-pointing the key",
         "csrc/reclaim.cpp",
-        "    index.move(index.tag(page.digest, page.ns), from, to);\n",
-        "    index.move(index.tag(page.digest, page.ns), from, from);\n",
+        "    index.move(index.hash(page.digest, page.ns), from, to);\n",
+        "    index.move(index.hash(page.digest, page.ns), from, from);\n",
         (MOVES, "csrc/tests/test_arena"),
     ),
     Mutant(
