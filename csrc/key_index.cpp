@@ -65,13 +65,18 @@ void KeyIndex::rebuild(const Page* pages, int64_t n_pages, size_t buckets) {
     const uint32_t old_bits = page_bits_;
     if (n_pages > int64_t{page_bits_}) page_bits_ = bits_for(std::min(most_, 2 * n_pages));
     count_ = 0;
-    auto each = [&](const Bucket& bucket, auto&& visit) {
-        for (const uint32_t place : bucket.places)
-            if (place) visit(static_cast<int32_t>(place & old_bits) - 1);
-    };
-    for (size_t b = 0; b < old.size(); ++b) {
-        if (b + 1 < old.size()) each(old[b + 1], [&](int32_t id) { __builtin_prefetch(pages + id); });
-        each(old[b], [&](int32_t id) { insert(hash(pages[id].digest, pages[id].ns), id); });
+    auto page_in = [old_bits](uint32_t place) { return static_cast<int32_t>(place & old_bits) - 1; };
+    constexpr size_t ahead = 2;  // buckets whose pages are on their way
+    for (size_t b = 0; b < old.size() + ahead; ++b) {
+        if (b < old.size())
+            for (const uint32_t place : old[b].places)
+                if (place) __builtin_prefetch(pages + page_in(place));
+        if (b < ahead) continue;
+        for (const uint32_t place : old[b - ahead].places) {
+            if (!place) continue;
+            const Page& owner = pages[page_in(place)];
+            insert(hash(owner.digest, owner.ns), page_in(place));
+        }
     }
 }
 
