@@ -5,25 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis.stateful import invariant
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
 from laws import cases
-from laws.drive import compute, hit_of, open_request, run
 from laws.engine import Engine
-from laws.grants import allocate
 from laws.machine import ManagerMachine
+from laws.machine_base import LONGEST, chunks, cuts, outputs, picks, tails
 from laws.oracle import Key
 from laws.records import Request
-from laws.verify import verify
 
-from kvcache.core.records import UNLIMITED, Hit
+from kvcache.core.records import Hit
 
+STRANGE = 9
+"""A token that no other prompt has."""
 AT_A_TIME = 3
 """Waiting requests that are looked up after each rule."""
-FOUND = ("hit_tokens", "device_tokens", "pending_tokens", "junction")
 
 
 def found(hit: Hit) -> tuple[int, ...]:
-    return tuple(getattr(hit, name) for name in FOUND)
+    """All but the losses."""
+    return hit.hit_tokens, hit.device_tokens, hit.pending_tokens, hit.junction
 
 
 def fresh_hit(engine: Engine, request: Request, tier: Sequence[set[Key]]) -> Hit:
@@ -44,9 +45,62 @@ def fresh_hit(engine: Engine, request: Request, tier: Sequence[set[Key]]) -> Hit
 
 
 class WaitingMachine(ManagerMachine):
-    """The same rules; whoever waits is looked up after each of them, by the tier or without."""
+    """Whoever waits is looked up after each rule, by the tier or without.
+
+    Those that wait stay, the arena is small, and pages are often taken by what leaves no key.
+    """
 
     turn = 0
+    everyone_leaves = None
+
+    @initialize(
+        name=cases.names,
+        interval=cases.intervals,
+        spare=st.sampled_from([0, 1, 2, 4, 8]),
+        longest=st.sampled_from([24, LONGEST]),
+        max_open_steps=st.integers(1, 2),
+        movable=st.booleans(),
+        first=tails,
+        output=outputs,
+        elsewhere=cuts,
+    )
+    def build(
+        self,
+        name: str,
+        interval: int | None,
+        spare: int | None,
+        longest: int,
+        max_open_steps: int,
+        movable: bool,
+        first: list[int],
+        output: int,
+        elsewhere: int,
+    ) -> None:
+        super().build(
+            name, interval, spare, longest, max_open_steps, movable, first, output, elsewhere
+        )
+
+    @precondition(lambda self: self.any_in("running", "loading"))
+    @rule(pick=picks)
+    def abort(self, pick: int) -> None:
+        self.engine.abort(self.some(pick, "running", "loading"))
+
+    @precondition(lambda self: self.has_room())
+    @rule(tokens=st.integers(1, LONGEST), share=st.integers(1, LONGEST))
+    def press(self, tokens: int, share: int) -> None:
+        """Takes pages from the cache, and gives them back empty."""
+        request = self.open([STRANGE] * tokens, 0, 0)
+        if request:
+            self.lookup(request, [])
+            self.grant(request, share)
+            self.engine.abort(request)
+
+    @precondition(lambda self: self.has_room() and self.history)
+    @rule(pick=picks, chunk=chunks)
+    def store_again(self, pick: int, chunk: int) -> None:
+        """A text of before, from open to finish, as far as there is space."""
+        prompt = self.history[pick % len(self.history)].prompt
+        self.whole_turn(pick=pick, cut=prompt, tail=[0], output=0, chunk=chunk)
 
     def lookup(self, request: Request, tier: Sequence[set[Key]]) -> None:
         before = self.told.get(request.handle) if request.state == "waiting" else None
@@ -107,4 +161,4 @@ class WaitingMachine(ManagerMachine):
 
 
 TestWaitingMachine = WaitingMachine.TestCase
-TestWaitingMachine.settings = cases.law(120, steps=40)
+TestWaitingMachine.settings = cases.law(100, steps=40)
