@@ -105,7 +105,8 @@ int64_t Manager::sparse_hit(const Request& r, int64_t from, unsigned sources) co
         hit = next;
     }
     hit = std::max<int64_t>(hit, 0);
-    if (alone) before = {hit, known ? std::max(from, before.upto) : from, appeared};
+    // Below the served position nothing is learnt of what lies above, and that stays ruled out.
+    if (alone && !(known && from < before.hit)) before = {hit, known ? std::max(from, before.upto) : from, appeared};
     return hit;
 }
 

@@ -21,11 +21,17 @@ int32_t enter(kvc_manager* manager, Body&& body) {
     return kvc::exclusively(manager->exclusive, "manager", [&] { return body(manager->manager); });
 }
 
+// Of a batch: nothing is done yet.
+int32_t start_batch(const int64_t* handles, int64_t n, int64_t* done) {
+    if (const auto status = not_null("done", done)) return status;
+    *done = 0;
+    return check_array("handles", handles, n);
+}
+
 // Calls body(0) to body(n - 1), up to the first that is not KVC_OK.
 template <typename Body>
 int32_t one_by_one(int64_t n, int64_t* done, Body&& body) {
-    if (const auto status = not_null("done", done)) return status;
-    for (*done = 0; *done < n; ++*done)
+    for (; *done < n; ++*done)
         if (const auto status = body(*done)) return status;
     return KVC_OK;
 }
@@ -122,7 +128,7 @@ int32_t kvc_end_step(kvc_manager* manager, int64_t step) {
 int32_t kvc_allocate_many(kvc_manager* manager, const int64_t* handles, const int64_t* n_tokens,
                           const int64_t* n_drafts, int64_t n, kvc_grant* out, int64_t* done) {
     return enter(manager, [&](kvc::Manager& m) {
-        if (const auto status = check_array("handles", handles, n)) return status;
+        if (const auto status = start_batch(handles, n, done)) return status;
         if (const auto status = check_array("n_tokens", n_tokens, n)) return status;
         if (const auto status = check_array("out", out, n)) return status;
         return one_by_one(n, done, [&](int64_t i) {
@@ -133,7 +139,7 @@ int32_t kvc_allocate_many(kvc_manager* manager, const int64_t* handles, const in
 
 int32_t kvc_commit_many(kvc_manager* manager, const int64_t* handles, const int64_t* upto, int64_t n, int64_t* done) {
     return enter(manager, [&](kvc::Manager& m) {
-        if (const auto status = check_array("handles", handles, n)) return status;
+        if (const auto status = start_batch(handles, n, done)) return status;
         if (const auto status = check_array("upto", upto, n)) return status;
         return one_by_one(n, done, [&](int64_t i) { return m.commit(handles[i], upto[i]); });
     });
@@ -142,7 +148,7 @@ int32_t kvc_commit_many(kvc_manager* manager, const int64_t* handles, const int6
 int32_t kvc_extend_many(kvc_manager* manager, const int64_t* handles, const int32_t* tokens, int64_t n_tokens,
                         const int64_t* counts, int64_t n, int64_t* done) {
     return enter(manager, [&](kvc::Manager& m) -> int32_t {
-        if (const auto status = check_array("handles", handles, n)) return status;
+        if (const auto status = start_batch(handles, n, done)) return status;
         if (const auto status = check_array("tokens", tokens, n_tokens)) return status;
         int64_t left = n_tokens;
         for (int64_t i = 0; i < n; ++i) {

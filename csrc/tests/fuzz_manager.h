@@ -4,6 +4,7 @@
 // was given back nothing is held.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <utility>
 #include <vector>
@@ -32,7 +33,9 @@ class ManagerFuzz {
     };
 
     template <typename Body>
-    int32_t call(const char* function, Body&& body);
+    int32_t call(const char* function, Body&& body, const int64_t* done = nullptr);
+    template <typename Body>
+    int32_t call_many(const char* function, int64_t n, int64_t* done, Body&& body);
     Readings readings() { return read_all(manager_, setup_, handles_, loads_); }
     void check();
     void one_operation();
@@ -47,6 +50,7 @@ class ManagerFuzz {
     void look_up(int64_t handle);
     bool ask(int64_t handle, kvc_request_info* info);
     int32_t allocate(int64_t handle, int64_t n, int64_t drafts, kvc_grant* grant);
+    void expect_a_reason(int64_t handle);
 
     // fuzz_manager.cpp
     void open();
@@ -59,6 +63,10 @@ class ManagerFuzz {
     void begin_step();
     void commit();
     void end_step();
+    std::vector<int64_t> some_handles();
+    void allocate_many();
+    void commit_many();
+    void extend_many();
     void close();
     void advance();  // what the request's state asks for next
     // fuzz_tiers.cpp
@@ -91,8 +99,9 @@ class ManagerFuzz {
     std::vector<kvc_keyed> keyed_;  // some that were seen
 };
 
+// `done`: of a batch, which leaves what was done before it fails.
 template <typename Body>
-int32_t ManagerFuzz::call(const char* function, Body&& body) {
+int32_t ManagerFuzz::call(const char* function, Body&& body, const int64_t* done) {
     where_.function = function;
     const bool compared = random_.chance(30);
     Readings before;
@@ -102,10 +111,21 @@ int32_t ManagerFuzz::call(const char* function, Body&& body) {
     if (where_.trace) std::fprintf(stderr, "%lld %s: %d\n", static_cast<long long>(where_.operation), function, status);
     check_status(where_, status, starved);
     ++(*tally_)[function][status];
-    if (status != KVC_OK && compared) {
+    if (status != KVC_OK && compared && !(done && *done)) {
         const std::string why = "status " + std::to_string(status) + " (" + kvc_last_error() + ")";
         expect_equal(where_, before, readings(), why);
     }
+    return status;
+}
+
+template <typename Body>
+int32_t ManagerFuzz::call_many(const char* function, int64_t n, int64_t* done, Body&& body) {
+    *done = 0;
+    const int32_t status = call(function, body, done);
+    const bool all = *done == n;
+    if (*done < 0 || *done > std::max<int64_t>(n, 0) || (status == KVC_OK ? !all : all && n))
+        broken(where_, "status %d after %lld of %lld", status, static_cast<long long>(*done),
+               static_cast<long long>(n));
     return status;
 }
 

@@ -21,7 +21,8 @@ int main(int argc, char** argv) {
         std::printf("%-22s %9" PRId64 " calls, %9" PRId64 " times out of memory before\n", function.c_str(),
                     counts.first, counts.second);
     }
-    for (const char* function : {"kvc_open", "kvc_extend", "kvc_allocate", "kvc_commit", "kvc_end_step", "kvc_preempt"})
+    for (const char* function : {"kvc_open", "kvc_extend", "kvc_allocate", "kvc_commit", "kvc_end_step", "kvc_preempt",
+                                 "kvc_allocate_many", "kvc_commit_many", "kvc_extend_many"})
         starved &= tally[function].second > 0;
     if (operations >= 8'000 && !starved) {
         std::fprintf(stderr, "a call never ran out of memory: the fuzz is of no use for it\n");

@@ -40,7 +40,8 @@ void Lives::run(int64_t operations) {
 
 void Lives::operate() {
     const int64_t dice = random_.below(100);
-    if (dice < 55) progress();
+    if (dice < 43) progress();
+    else if (dice < 55) progress_together();
     else if (dice < 65) open();
     else if (dice < 72) end_step();
     else if (dice < 76) retain();

@@ -25,10 +25,13 @@ class Lives {
     };
 
     void operate();
-    // lives.cpp
+    // lives.cpp, lives_batches.cpp
     kvc_request_info info_of(int64_t handle);
     void open();
     void progress();
+    void progress_together();
+    void commit_together(const std::vector<int64_t>& handles, const std::vector<int64_t>& ends);
+    void extend_together(const std::vector<int64_t>& handles);
     void commit(int64_t handle, const kvc_grant& grant, int64_t sure);
     int64_t held_pages();
     void expect_no_blocks_beyond(int64_t handle, int64_t upto);

@@ -68,7 +68,9 @@ struct Rig {
 constexpr int32_t kBad = KVC_E_ARGUMENT;
 constexpr std::nullptr_t no = nullptr;
 const int64_t interval = 0;
+const int64_t one_token = 1;
 int64_t number = 0;
+kvc_grant grant{};
 int32_t pages[8];
 uint8_t bytes[32];
 const kvc_event_counts zero{}, one{1, 1, 1};
@@ -180,6 +182,30 @@ std::vector<Case> request_cases(Rig& r) {
     };
 }
 
+std::vector<Case> batch_cases(Rig& r) {
+    return {
+        {"kvc_allocate_many, handles", kBad,
+         [&] { return kvc_allocate_many(r.manager, no, &one_token, no, 1, &grant, &number); }},
+        {"kvc_allocate_many, n_tokens", kBad,
+         [&] { return kvc_allocate_many(r.manager, &r.handle, no, no, 1, &grant, &number); }},
+        {"kvc_allocate_many, out", kBad,
+         [&] { return kvc_allocate_many(r.manager, &r.handle, &one_token, no, 1, no, &number); }},
+        {"kvc_allocate_many, done", kBad,
+         [&] { return kvc_allocate_many(r.manager, &r.handle, &one_token, no, 1, &grant, no); }},
+        {"kvc_allocate_many, none", KVC_OK, [&] { return kvc_allocate_many(r.manager, no, no, no, 0, no, &number); }},
+        {"kvc_commit_many, handles", kBad, [&] { return kvc_commit_many(r.manager, no, &one_token, 1, &number); }},
+        {"kvc_commit_many, upto", kBad, [&] { return kvc_commit_many(r.manager, &r.handle, no, 1, &number); }},
+        {"kvc_commit_many, done", kBad, [&] { return kvc_commit_many(r.manager, &r.handle, &one_token, 1, no); }},
+        {"kvc_commit_many, none", KVC_OK, [&] { return kvc_commit_many(r.manager, no, no, 0, &number); }},
+        {"kvc_extend_many, handles", kBad, [&] { return kvc_extend_many(r.manager, no, r.tokens, 1, no, 1, &number); }},
+        {"kvc_extend_many, tokens", kBad, [&] { return kvc_extend_many(r.manager, &r.handle, no, 1, no, 1, &number); }},
+        {"kvc_extend_many, done", kBad, [&] { return kvc_extend_many(r.manager, &r.handle, r.tokens, 1, no, 1, no); }},
+        {"kvc_extend_many, no tokens", KVC_OK,
+         [&] { return kvc_extend_many(r.manager, &r.handle, no, 0, &interval, 1, &number); }},
+        {"kvc_extend_many, none", KVC_OK, [&] { return kvc_extend_many(r.manager, no, no, 0, no, 0, &number); }},
+    };
+}
+
 std::vector<Case> reading_cases(Rig& r) {
     return {
         {"kvc_info", kBad, [&] { return kvc_info(r.manager, r.handle, no); }},
@@ -244,8 +270,8 @@ bool run(const Case& test, const Rig& rig) {
 int main() {
     Rig rig;
     int total = 0, wrong = 0;
-    for (const auto& cases :
-         {owner_cases(rig), hash_and_copy_cases(rig), pool_cases(rig), request_cases(rig), reading_cases(rig)})
+    for (const auto& cases : {owner_cases(rig), hash_and_copy_cases(rig), pool_cases(rig), request_cases(rig),
+                              batch_cases(rig), reading_cases(rig)})
         for (const Case& test : cases) {
             ++total;
             wrong += !run(test, rig);

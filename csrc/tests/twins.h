@@ -34,6 +34,11 @@ class Twins {
         char nothing = 0;
         return ask(function, &nothing, [&](kvc_manager* manager, char*) { return body(manager); });
     }
+    // A batch of n, beside single calls to the manager that never runs out. many(manager, first, &done) -> status asks for
+    // the batch from `first` on, again and again where memory runs out: what was done before that stands. one(manager, i) ->
+    // status. *done: how many were served.
+    template <typename Many, typename One>
+    int32_t ask_many(const char* function, int64_t n, int64_t* done, Many&& many, One&& one);
     // All events that wait, replayed and compared.
     void read_events();
     kvc_manager* healthy() const { return healthy_; }
@@ -93,6 +98,50 @@ int32_t Twins::ask(const char* function, Out* out, Body&& body) {
         broken(*where_, "another answer than that of a manager that never ran out of memory");
     expect_equal(*where_, readings(healthy_, !lossy_), readings(starving_, !lossy_), "after running out of memory");
     check(starving_);
+    return status;
+}
+
+template <typename Many, typename One>
+int32_t Twins::ask_many(const char* function, int64_t n, int64_t* done, Many&& many, One&& one) {
+    where_->function = function;
+    auto& [calls, refusals] = tally[function];
+    ++calls;
+    *done = 0;
+    int32_t status = KVC_E_MEMORY;
+    for (int64_t granted = 0; status == KVC_E_MEMORY; ++granted) {
+        const Readings before = readings(starving_, true);
+        int64_t more = -1;
+        failed_allocations = 0;
+        allocations_left = granted;
+        status = many(starving_, *done, &more);
+        allocations_left = -1;
+        if (status == KVC_E_MEMORY && !failed_allocations)
+            broken(*where_, "out of memory, but no allocation had failed");
+        if (more < 0 || (status == KVC_OK) != (*done + more == n))
+            broken(*where_, "status %d after %lld and %lld of %lld", status, static_cast<long long>(*done),
+                   static_cast<long long>(more), static_cast<long long>(n));
+        for (int64_t i = *done; i < *done + more; ++i)
+            if (const int32_t single = one(healthy_, i)) broken(*where_, "a single call says %d", single);
+        *done += more;
+        refusals += status == KVC_E_MEMORY;
+        lossy_ |= failed_allocations > 0 && (more > 0 || status == KVC_OK);
+        if (!more && status != KVC_OK && status != KVC_NO_SPACE)
+            expect_equal(*where_, before, readings(starving_, true), "status " + std::to_string(status));
+        if (status == KVC_E_MEMORY) {
+            expect_equal(*where_, readings(healthy_, !lossy_), readings(starving_, !lossy_),
+                         "in the middle of a batch");
+            if (more) granted = -1;
+        }
+        check(starving_);
+    }
+    if (where_->trace)
+        std::fprintf(stderr, "%lld %s: %d after %lld of %lld\n", static_cast<long long>(where_->operation), function,
+                     status, static_cast<long long>(*done), static_cast<long long>(n));
+    check_status(*where_, status, false);
+    if (const int32_t wanted = *done < n ? one(healthy_, *done) : KVC_OK; status != wanted)
+        broken(*where_, "status %d, not %d", status, wanted);
+    check(healthy_);
+    expect_equal(*where_, readings(healthy_, !lossy_), readings(starving_, !lossy_), "after a batch");
     return status;
 }
 

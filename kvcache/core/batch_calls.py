@@ -56,7 +56,7 @@ class BatchCalls(ReadCalls):
     def extend_many(
         self, handles: Numbers, tokens: Numbers, *, counts: Numbers | None = None
     ) -> None:
-        """`extend` for each request.
+        """`extend` for each request; none of them has foreign keys.
 
         Args:
             tokens: those of all requests, one request after the other.
@@ -65,9 +65,18 @@ class BatchCalls(ReadCalls):
         array = arrays.flat(tokens, np.int32, "tokens")
         if counts is None:
             rows, shares = self._rows(handles), self._ffi.NULL
+            total = len(rows)
         else:
             given = arrays.flat(counts, np.int64, "counts")
             rows, shares = self._rows(handles, given), self._buffer("int64_t", given)
+            total = sum(given.tolist())
+            if len(given) and given.min() < 0:
+                raise ConfigError(f"counts has {given.min()}: none may be below 0")
+        if total != len(array):
+            raise ConfigError(
+                f"{len(array)} tokens are given, but the counts of {len(rows)} requests add up to"
+                f" {total}"
+            )
         self._many(
             self._lib.kvc_extend_many,
             rows,

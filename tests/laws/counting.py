@@ -47,6 +47,11 @@ ANYWHERE = (
     "refused: frozen",
     "refused: preempt",
     "refused: wait",
+    "repeated hit: longer",
+    "repeated hit: more tokens",
+    "repeated hit: other pages",
+    "repeated hit: pending",
+    "repeated hit: shorter",
     "shortened",
 )
 EVERYWHERE = (
