@@ -148,7 +148,6 @@ bool Manager::commit_within(Request& r, int64_t upto, Step& step) {
     if (!states_.empty()) {
         r.plan_open = false;
         r.working.position = upto;
-        r.working.step = step.id;
     }
     r.last_step = step.id;
     r.committed = upto;
