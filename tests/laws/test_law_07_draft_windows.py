@@ -17,7 +17,8 @@ from laws.oracle import Key
 from laws.records import Request
 from laws.verify import verify
 
-from kvcache import Geometry
+from kvcache import Geometry, Manager
+from kvcache.retention import Sparse
 
 GEOMETRIES = [
     cases.geometry(cases.full("a", block), draft)
@@ -98,3 +99,22 @@ def test_law_07_draft_windows_get_the_same_keys_however_late_their_tokens_are_to
     at_once = keys_of(geometry, interval, prompt, output, ONE_CHUNK, (40,), guessed=False)
     late = keys_of(geometry, interval, prompt, output, chunks, told, guessed=guessed)
     assert late == at_once
+
+
+def test_law_07_blocks_of_a_kept_position_get_their_keys_when_it_is_reached() -> None:
+    """Not when the step ends that wrote them, though the position's last block still has no key."""
+    geometry = cases.geometry(cases.full("a", 8), cases.window("d", 24, 8, draft=1))
+    manager = Manager(geometry, slabs=100, retention=Sparse(32))
+    request = manager.open(range(36), max_tokens=64)
+    manager.lookup(request)
+    steps = []
+    for upto in (24, 36):
+        steps.append(manager.begin_step())
+        manager.allocate(request, upto - manager.info(request).committed)
+        manager.commit(request, upto)
+    found = []
+    for step in steps:
+        manager.end_step(step)
+        keys = manager.group_digests(request)[1]
+        found.append([b for b, key in enumerate(keys) if manager.find_key(1, key.tobytes()) >= 0])
+    assert found == [[], [1, 2]]

@@ -254,8 +254,9 @@ MEMORY = [
     Mutant(
         "keyed pages evicted while others are free",
         "csrc/slabs.cpp",
-        "    if (c.free) return held_now(group, take_from(c, fullest(c)));\n",
-        "    if (c.free && coldest(c) == kNoPage) return held_now(group, take_from(c, fullest(c)));\n",
+        "    if (empty_ + uncreated() > left_alone(c)) return held_now(group, take_new(size_class));\n",
+        "    if (empty_ + uncreated() > left_alone(c) && coldest(c) == kNoPage)"
+        " return held_now(group, take_new(size_class));\n",
         (ORDER + "test_law_14_a_key_is_evicted_only_when_no_page_without_one_is_left",),
     ),
     Mutant(
@@ -324,7 +325,7 @@ MEMORY = [
         "csrc/reclaim.cpp",
         "    index.move(index.hash(page.digest, page.ns), from, to);\n",
         "    index.move(index.hash(page.digest, page.ns), from, from);\n",
-        (MOVES, "csrc/tests/test_arena"),
+        (MOVES,),
     ),
     Mutant(
         "move of a held page",
