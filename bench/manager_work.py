@@ -14,18 +14,14 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
-import resource
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.bench.agents_presets import AgentPreset, comparison_model
+from kvcache.bench.peers.measuring import Clock, answer_questions, freeze, resident_bytes
 from kvcache.core import native
 from kvcache.core.errors import InvariantError
 from kvcache.core.hashing import hash_chain
@@ -37,26 +33,6 @@ ROOT = bytes(32)
 SAMPLED = np.zeros(1, np.int32)
 ROOM_TOKENS = 1024
 """By how much a request that decodes may grow."""
-
-
-class Clock:
-    """CPU seconds of this process within a `with` block."""
-
-    seconds = 0.0
-
-    def __enter__(self) -> Self:
-        self.seconds = time.process_time()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds = time.process_time() - self.seconds
-
-
-def resident_bytes() -> int:
-    """Memory of this process, after a full collection."""
-    gc.collect()
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize()
 
 
 def hash_with_hashlib(tokens: NDArray[np.int32], block_tokens: int) -> list[bytes]:
@@ -339,20 +315,9 @@ class Work:
         return keys
 
 
-def freeze() -> None:
-    """Take everything that lives now out of the collector's sight."""
-    gc.collect()
-    gc.freeze()
-
-
 def main() -> None:
     """Answer questions until there are none."""
-    work = Work()
-    for line in sys.stdin:
-        question = json.loads(line)
-        measure: Callable[..., dict[str, Any]] = getattr(work, question.pop("do"))
-        sys.stdout.write(json.dumps(measure(**question)) + "\n")
-        sys.stdout.flush()
+    answer_questions(Work())
 
 
 if __name__ == "__main__":

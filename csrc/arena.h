@@ -57,6 +57,7 @@ struct Move {
 class Arena {
   public:
     enum List { kVictims = 0, kLru = 1 };
+    static constexpr size_t kInFlight = 16;  // pages of a run whose lines are on their way: hides DRAM behind 15 others
 
     // slabs: kMostPages for no bound: made as needed. More than kMostPages / largest k are cut to that.
     Arena(int64_t slabs, std::vector<int32_t> pages_per_slab, std::vector<int32_t> class_of_group, bool movable,
@@ -282,7 +283,6 @@ class Arena {
     static constexpr int32_t kRegion = 64;
     static size_t region_of(int32_t id) { return static_cast<size_t>(id) / kRegion; }
     static void leave(SizeClass& c, int32_t id, uint64_t version) { c.left[region_of(id)] = version; }
-    static constexpr size_t kInFlight = 16;  // pages of a run whose lines are on their way: hides DRAM behind 15 others
     bool publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key,
                  uint64_t hash);
     void drop_key(SizeClass& c, int32_t id);

@@ -117,8 +117,8 @@ struct Request {
         std::vector<int32_t> pages;
         uint64_t version = 0;
     };
-    struct
-        Served {  // no position in (hit, upto] had what the sparse groups read, when so many keys had appeared in them
+    // No position in (hit, upto] had what the sparse groups read, when so many keys had appeared in them.
+    struct Served {
         int64_t hit = 0;
         int64_t upto = -1;
         uint64_t appeared = 0;

@@ -255,7 +255,8 @@ int32_t Manager::end_step(int64_t id) {
     }
     const std::vector<Release>& freed = step.releases;
     for (size_t i = 0; i < freed.size(); ++i) {
-        if (i + 16 < freed.size()) arena_.prefetch(freed[i + 16].group, freed[i + 16].page);
+        if (const size_t ahead = i + Arena::kInFlight; ahead < freed.size())
+            arena_.prefetch(freed[ahead].group, freed[ahead].page);
         arena_.release(freed[i].group, freed[i].page, freed[i].list);
     }
     return KVC_OK;

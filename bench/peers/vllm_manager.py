@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import array
 import gc
-import json
-import resource
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
+    from kvcache.bench.peers.measuring import Clock, answer_questions, freeze, resident_bytes
     from kvcache.bench.peers.vllm_pool import Pool, Vllm
 else:  # run as a program
+    from measuring import Clock, answer_questions, freeze, resident_bytes
     from vllm_pool import Pool, Vllm
 
 TOKEN_BYTES = 4
@@ -32,26 +30,6 @@ STEP_TOKENS = 8192
 """What the manager takes a step's token budget to be."""
 
 Groups = list[dict[str, Any]]
-
-
-class Clock:
-    """CPU seconds of this process within a `with` block."""
-
-    seconds = 0.0
-
-    def __enter__(self) -> Self:
-        self.seconds = time.process_time()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds = time.process_time() - self.seconds
-
-
-def resident_bytes() -> int:
-    """Memory of this process, after a full collection."""
-    gc.collect()
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize()
 
 
 class Work:
@@ -292,20 +270,9 @@ class Work:
         return len(self._pool.manager.block_pool.cached_block_hash_to_block)
 
 
-def freeze() -> None:
-    """Take everything that lives now out of the collector's sight."""
-    gc.collect()
-    gc.freeze()
-
-
 def main() -> None:
     """Answer questions until there are none."""
-    work = Work(Vllm())
-    for line in sys.stdin:
-        question = json.loads(line)
-        measure: Callable[..., dict[str, Any]] = getattr(work, question.pop("do"))
-        sys.stdout.write(json.dumps(measure(**question)) + "\n")
-        sys.stdout.flush()
+    answer_questions(Work(Vllm()))
 
 
 if __name__ == "__main__":

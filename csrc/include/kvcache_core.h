@@ -193,7 +193,8 @@ typedef struct {
 
 /* Looks up all known tokens (hit + lost = n_tokens); changes nothing in the arena. present[g] (or present NULL) tells what
  * a tier holds: one byte per block, for a state group one per grid point (index i = state after (i + 1) * grid tokens); it
- * is copied. Only for requests without pages (opened, preempted, or after a failed load). */
+ * is copied. Only for requests without pages (opened, preempted, or after a failed load). Asked again, it goes on where the
+ * last lookup was; while it finds the same, `lost` stays what the first lookup that found it has told. */
 int32_t kvc_lookup(kvc_manager* manager, int64_t handle, const uint8_t* const* present, const int64_t* n_present,
                    kvc_hit* out);
 

@@ -262,6 +262,9 @@ class Manager(ClearCalls):
     def lookup(self, handle: int, present: Sequence[NDArray[np.uint8]] | None = None) -> Hit:
         """Longest prefix that every group can serve, in one native call. Changes no page.
 
+        May be repeated in every step: it goes on where the last one was. While it finds the same,
+        `lost` is what the first lookup that found it has told.
+
         Args:
             present: what a tier holds, for each group a byte array: one per block; for a state
                 one per grid point (index i: the state after `(i + 1) * grid` tokens).

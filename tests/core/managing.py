@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 from kvcache import FullAttention, Geometry, Manager, RecurrentState, Sparse
 from kvcache.core.records import UNLIMITED, Grant
 from kvcache.core.retain import RetentionPolicy
+
+M = TypeVar("M", bound=Manager)
 
 
 def attention(name: str = "a", block_tokens: int = 4) -> FullAttention:
@@ -74,3 +77,40 @@ def hit(m: Manager, tokens: Sequence[int], **options: object) -> int:
 def granted(grant: Grant | None) -> Grant:
     assert grant is not None
     return grant
+
+
+def picture(m: Manager, handles: Sequence[int]) -> list[Any]:
+    """All that can be read of a manager and these requests."""
+    seen: list[Any] = [m.stats(), m.arena_stats()]
+    for g, rule in enumerate(m.geometry.rules):
+        seen.append(m.group_stats(g))
+        for h in handles:
+            if rule.kind == "state":
+                plan = m.state_plan(h, g)
+                seen.append((plan.source, plan.positions.tolist(), plan.pages.tolist()))
+            else:
+                seen.append(m.block_table(h, g).tolist())
+    for h in handles:
+        seen += [m.info(h), m.blockage(h), m.digests(h).tobytes()]
+    return seen
+
+
+class Equal(Generic[M]):
+    """Two managers that are asked for the same, in two ways."""
+
+    def __init__(self, *managers: M) -> None:
+        self.managers = managers
+        self.handles: list[int] = []
+
+    def both(self, call: Callable[[M], Any]) -> Any:
+        """The same call on either; the answer must be the same."""
+        answers = [call(m) for m in self.managers]
+        assert answers[0] == answers[1]
+        return answers[0]
+
+    def compare(self) -> None:
+        self.both(lambda m: picture(m, self.handles))
+        self.both(lambda m: [repr(event) for event in m.take_events()])
+        self.both(lambda m: m.take_keyed().tobytes())
+        for m in self.managers:
+            m.check()

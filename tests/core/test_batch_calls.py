@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core.managing import HYBRID, A, compute, full, hybrid, run, text
+from core.managing import HYBRID, A, Equal, compute, full, hybrid, picture, run, text
 from hypothesis import given, strategies as st
 from laws import cases
 
@@ -20,22 +20,6 @@ UNKNOWN = 1 << 40
 """No request has this handle."""
 TRIED = ["full", "hybrid", "speculative", "gpt-oss", "three kinds", "deepseek", "deepseek + draft"]
 LONGEST = 48
-
-
-def picture(m: Manager, handles: Sequence[int]) -> list[Any]:
-    """All that can be read of a manager and these requests."""
-    seen: list[Any] = [m.stats(), m.arena_stats()]
-    for g, rule in enumerate(m.geometry.rules):
-        seen.append(m.group_stats(g))
-        for h in handles:
-            if rule.kind == "state":
-                plan = m.state_plan(h, g)
-                seen.append((plan.source, plan.positions.tolist(), plan.pages.tolist()))
-            else:
-                seen.append(m.block_table(h, g).tolist())
-    for h in handles:
-        seen += [m.info(h), m.blockage(h), m.digests(h).tobytes()]
-    return seen
 
 
 def one_by_one(calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], KVCacheError | None]:
@@ -52,7 +36,7 @@ def one_by_one(calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], KVCacheEr
     return answers, None
 
 
-class Pair:
+class Pair(Equal):
     """Equal managers: one is driven by single calls, the other by batches."""
 
     def __init__(self, name: str, interval: int | None, spare: int, seed: int) -> None:
@@ -68,23 +52,10 @@ class Pair:
             )
             for _ in range(2)
         )
+        super().__init__(self.single, self.batch)
         self.random = random.Random(seed)
-        self.handles: list[int] = []
         self.steps: list[int] = []
         self.seen = {"no space": 0, "error": 0, "guesses": 0}
-
-    def both(self, call: Callable[[Manager], Any]) -> Any:
-        """The same call on either; the answer must be the same."""
-        answers = [call(m) for m in (self.single, self.batch)]
-        assert answers[0] == answers[1]
-        return answers[0]
-
-    def compare(self) -> None:
-        self.both(lambda m: picture(m, self.handles))
-        self.both(lambda m: [repr(event) for event in m.take_events()])
-        self.both(lambda m: m.take_keyed().tobytes())
-        for m in (self.single, self.batch):
-            m.check()
 
     def ask(
         self, calls: Sequence[Callable[[], Any]], many: Callable[[], Any], n: int

@@ -6,12 +6,11 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from core.test_batch_calls import picture
+from core.managing import Equal
 from hypothesis import given, strategies as st
 from laws import cases
 
@@ -61,7 +60,7 @@ class Remembering(Manager):
         self._retain(handle, self.plans[handle])
 
 
-class Pair:
+class Pair(Equal):
     """Equal managers. One takes the short way where it can, the other never does: a grant that is
     asked for twice, and a retention that is told anew, have to be looked at in full.
 
@@ -82,25 +81,13 @@ class Pair:
             )
             for _ in range(2)
         )
+        super().__init__(self.short, self.long)
         self.random, self.piece = random.Random(seed), piece_of(geometry)
         self.bounded = spare is not None
         self.opened = 0
         self.foreign: set[int] = set()
-        self.handles: list[int] = []
         self.steps: list[int] = []
         self.seen: Counter[str] = Counter()
-
-    def both(self, call: Callable[[Remembering], Any]) -> Any:
-        answers = [call(m) for m in (self.short, self.long)]
-        assert answers[0] == answers[1]
-        return answers[0]
-
-    def compare(self) -> None:
-        self.both(lambda m: picture(m, self.handles))
-        self.both(lambda m: [repr(event) for event in m.take_events()])
-        self.both(lambda m: m.take_keyed().tobytes())
-        for m in (self.short, self.long):
-            m.check()
 
     def look_anew(self) -> None:
         """The long way is taken by what comes next."""
