@@ -7,6 +7,10 @@
 
 namespace kvc {
 
+namespace {
+constexpr int64_t kPopulated = int64_t{1} << 28;  // bytes of page records that are made with the arena
+}
+
 Arena::Arena(int64_t slabs, std::vector<int32_t> pages_per_slab, std::vector<int32_t> class_of_group, bool movable,
              uint64_t seed, KeyListener* listener)
     : movable_(movable), listener_(listener) {
@@ -27,6 +31,12 @@ Arena::Arena(int64_t slabs, std::vector<int32_t> pages_per_slab, std::vector<int
         groups_.push_back({class_of_group[g], KeyIndex(seed + g * 0x9e3779b97f4a7c15ULL, most)});
     }
     leaving_.reserve(static_cast<size_t>(most_per_slab_));
+    // So that a page costs nothing the first time it is used; where classes share the slabs, most are never made.
+    SizeClass& first = classes_[0];
+    const int64_t bytes = most_slabs_ * first.k * static_cast<int64_t>(sizeof(Page));
+    if (classes_.size() > 1 || bytes > kPopulated) return;
+    first.pages.reserve(static_cast<size_t>(most_slabs_ * first.k));
+    populate(first.pages.data(), static_cast<size_t>(bytes));
 }
 
 bool Arena::contains(int32_t group, int64_t page) const {

@@ -319,6 +319,7 @@ class Arena {
     int32_t take_new(int32_t size_class);
     int64_t left_alone(const SizeClass& c) const;
     void foresee(const SizeClass& c, int64_t n) const;
+    int64_t take_unused(int32_t group, int64_t n, int32_t* ids);
     void push_empty(int32_t s) {
         if (!plain()) slab(s).owner = kNoClass;
         next_empty(s) = first_empty_;

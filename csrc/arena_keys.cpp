@@ -110,15 +110,13 @@ bool Arena::publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns
     }
     g.index.insert(hash, id);
     namespaces_.add(ns);
-    Page keyed = pages[id];
-    keyed.digest = digest;
-    keyed.ns = ns;
-    keyed.end = static_cast<uint64_t>(end) & ((uint64_t{1} << 48) - 1);
-    keyed.key = key;
-    keyed.group = static_cast<uint64_t>(group) & 63;
-    keyed.kept = 0;
-    keyed.hits = 0;
-    pages[id] = keyed;  // in one piece: bit by bit it would be read and written eight times
+    PageMarks marks;  // bit by bit the page's would be read and written five times
+    marks.end = static_cast<uint64_t>(end) & ((uint64_t{1} << 48) - 1);
+    marks.group = static_cast<uint64_t>(group) & 63;
+    marks.key = key;
+    static_cast<PageMarks&>(pages[id]) = marks;
+    pages[id].digest = digest;
+    pages[id].ns = ns;
     ++g.appeared;
     if (key == Page::kPending) {
         ++pending_;

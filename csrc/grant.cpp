@@ -135,7 +135,7 @@ void Manager::reserve_grant(Request& r, const Adoption* adoption, Demand* demand
             more = group.blocks_upto(demand->end) - (adoption ? group.blocks_upto(demand->start) : table.end());
         const size_t wanted = table.pages.size() + found + static_cast<size_t>(std::max<int64_t>(more, 0));
         if (!group.state() && wanted > table.pages.capacity())
-            table.pages.reserve(std::max(wanted, 2 * table.pages.size()));
+            table.pages.reserve(std::max(wanted + wanted / 8 + 8, 2 * table.pages.size()));  // it will decode, too
         if (group.draft()) r.holes[i].reserve(found);
         if (group.blocks())
             unused += static_cast<size_t>(std::max<int64_t>(table.end() - group.blocks_upto(demand->start), 0));

@@ -7,6 +7,8 @@ namespace kvc {
 
 namespace {
 constexpr size_t kFirstBuckets = 4;
+constexpr int64_t kAtOnce =
+    int64_t{1} << 20;  // keys: with no more, all room is made at first (5.6 MB, as it is written)
 constexpr int64_t kFirstPages = (int64_t{1} << 20) - 1;
 constexpr int64_t kBatch = 16;  // lookups in flight: enough to hide a DRAM miss behind 15 others
 
@@ -15,7 +17,10 @@ uint32_t bits_for(int64_t n) { return static_cast<uint32_t>(std::bit_ceil(static
 }  // namespace
 
 KeyIndex::KeyIndex(uint64_t seed, int64_t most)
-    : seed_(seed), most_(most), page_bits_(bits_for(std::min(most, kFirstPages))), buckets_(kFirstBuckets) {}
+    : seed_(seed),
+      most_(most),
+      page_bits_(bits_for(std::min(most, kFirstPages))),
+      buckets_(most <= kAtOnce ? buckets_for(most) : kFirstBuckets) {}
 
 int64_t KeyIndex::run_length(const Page* pages, const DigestRun& run, uint32_t ns, int64_t begin,
                              bool allow_pending) const {

@@ -39,6 +39,13 @@ struct LargeAllocator {
     bool operator==(const LargeAllocator&) const { return true; }
 };
 
+// Has the system give memory to what was reserved, before it is written for the first time; a wish too.
+inline void populate([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {
+#ifdef MADV_POPULATE_WRITE
+    if (bytes >= 2 * kHugePage) ::madvise(memory, bytes, MADV_POPULATE_WRITE);
+#endif
+}
+
 template <typename T>
 using LargeVector = std::vector<T, LargeAllocator<T>>;
 

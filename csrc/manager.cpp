@@ -27,7 +27,8 @@ Manager::Manager(const kvc_config& config, const kvc_group* groups)
       piece_(config.hash_unit_tokens),
       max_open_steps_(config.max_open_steps),
       chain_(compress_function(ShaPath::kBest)),
-      arena_(config.slabs, pages_per_slab_, classes_of(config, groups), config.movable != 0, config.seed, this),
+      arena_(config.slabs, pages_per_slab_, classes_of(config, groups), config.movable != 0, config.seed,
+             config.journal || config.events ? this : nullptr),
       journal_(config.journal != 0),
       events_(config.events != 0) {
     for (int32_t g = 0; g < n_groups_; ++g) {

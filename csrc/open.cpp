@@ -117,17 +117,17 @@ void Manager::append_tokens(Request& r, const int32_t* tokens, int64_t n) const 
     const int64_t units = (r.n_tokens + n) / unit_;
     make_room(r.tokens, static_cast<size_t>(n));
     make_room(r.digests, static_cast<size_t>(units - known));
-    std::vector<Digest> links(static_cast<size_t>(units - known));
     r.tokens.insert(r.tokens.end(), tokens, tokens + n);
+    r.digests.resize(static_cast<size_t>(units));
     try {
-        Digest parent = known ? r.digests.back() : r.root;
+        Digest parent = known ? r.digests[static_cast<size_t>(known) - 1] : r.root;
         std::vector<uint8_t> extra;
         for (int64_t unit = known; unit < units;) {
             const int64_t begin = unit * unit_;
             auto item =
                 std::ranges::upper_bound(r.media, begin, {}, [](const Media& m) { return m.offset + m.length; });
             const int64_t plain = item == r.media.end() ? units : std::clamp(item->offset / unit_, unit, units);
-            Digest* out = links.data() + (unit - known);
+            Digest* out = r.digests.data() + unit;
             if (plain > unit) {
                 chain_.extend(parent, r.tokens.data() + begin, plain - unit, unit_, out);
                 parent = out[plain - unit - 1];
@@ -146,9 +146,9 @@ void Manager::append_tokens(Request& r, const int32_t* tokens, int64_t n) const 
         }
     } catch (...) {
         r.tokens.resize(static_cast<size_t>(r.n_tokens));
+        r.digests.resize(static_cast<size_t>(known));
         throw;
     }
-    r.digests.insert(r.digests.end(), links.begin(), links.end());
     r.n_tokens += n;
 }
 

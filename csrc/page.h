@@ -10,11 +10,8 @@ namespace kvc {
 
 inline constexpr int32_t kNoPage = -1;
 
-// One cache line, so that verifying a key costs one miss.
-struct alignas(64) Page {
-    Digest digest{};
-    uint64_t age : 48 = 0;   // clock at the last time it became cached
-    uint64_t pins : 16 = 0;  // the part of refs that readers outside hold
+// What a page says of its key, in one word: it is written as a whole.
+struct PageMarks {
     uint64_t end : 48 = 0;   // position after the block, or of the state
     uint64_t group : 6 = 0;  // of its key; stale without one
     uint64_t list : 2 = 0;   // 0: none, else 1 + List
@@ -22,6 +19,14 @@ struct alignas(64) Page {
     uint64_t key : 2 = 0;    // Key
     uint64_t kept : 1 = 0;   // declared: keeps its place when superseded
     uint64_t rest : 2 = 0;   // only pins hold it: 1 + the List in which, by its age, its place is; else 0
+};
+static_assert(sizeof(PageMarks) == 8);
+
+// One cache line, so that verifying a key costs one miss.
+struct alignas(64) Page : PageMarks {
+    uint64_t age : 48 = 0;   // clock at the last time it became cached
+    uint64_t pins : 16 = 0;  // the part of refs that readers outside hold
+    Digest digest{};
     uint32_t ns = 0;
     int32_t refs = 0;
     int32_t previous = kNoPage;  // in its list; with `rest`: when it was last there

@@ -31,8 +31,8 @@ alignas(64) const uint32_t kRound[64] = {
 
 // The message bytes of a key, the same on every host.
 constexpr int64_t kMostHashed = int64_t{1} << 40;  // tokens
-constexpr char kBlockDomain[] = "kvcache/block/1";
-constexpr char kMixedDomain[] = "kvcache/block+/1";
+constexpr char kBlockDomain[] = "kvcache/block/2";
+constexpr char kMixedDomain[] = "kvcache/block+/2";
 
 uint32_t load_be(const uint8_t* p) {
     return uint32_t{p[0]} << 24 | uint32_t{p[1]} << 16 | uint32_t{p[2]} << 8 | uint32_t{p[3]};
@@ -128,6 +128,21 @@ Compress compress_function(ShaPath path) {
 
 const char* sha_path_name() { return sha_ni_available() ? "sha-ni" : "portable"; }
 
+// Ends a message of so many bytes, whose last n_tail (below 119) lie in the zeroed tail; returns its 64-byte blocks.
+static size_t pad(uint8_t tail[128], size_t n_tail, uint64_t message_bytes) {
+    const size_t blocks = n_tail + 9 > 64 ? 2 : 1;
+    tail[n_tail] = 0x80;
+    store_be(static_cast<uint32_t>(message_bytes * 8 >> 32), tail + blocks * 64 - 8);
+    store_be(static_cast<uint32_t>(message_bytes * 8), tail + blocks * 64 - 4);
+    return blocks;
+}
+
+static Digest digest_of(const uint32_t state[8]) {
+    Digest digest;
+    for (int i = 0; i < 8; ++i) store_be(state[i], digest.bytes + 4 * i);
+    return digest;
+}
+
 Digest sha256(Compress compress, const uint32_t start[8], uint64_t prefix_bytes, const uint8_t* data, size_t n_bytes) {
     uint32_t state[8];
     std::copy_n(start, 8, state);
@@ -135,15 +150,8 @@ Digest sha256(Compress compress, const uint32_t start[8], uint64_t prefix_bytes,
     compress(state, data, whole);
     uint8_t tail[128] = {};
     std::copy_n(data + whole * 64, rest, tail);
-    tail[rest] = 0x80;
-    const size_t tail_blocks = rest + 9 > 64 ? 2 : 1;
-    const uint64_t bits = (prefix_bytes + n_bytes) * 8;
-    store_be(static_cast<uint32_t>(bits >> 32), tail + tail_blocks * 64 - 8);
-    store_be(static_cast<uint32_t>(bits), tail + tail_blocks * 64 - 4);
-    compress(state, tail, tail_blocks);
-    Digest digest;
-    for (int i = 0; i < 8; ++i) store_be(state[i], digest.bytes + 4 * i);
-    return digest;
+    compress(state, tail, pad(tail, rest, prefix_bytes + n_bytes));
+    return digest_of(state);
 }
 
 BlockChain::BlockChain(Compress compress) : compress_(compress) {
@@ -160,23 +168,31 @@ BlockChain::BlockChain(Compress compress) : compress_(compress) {
 Digest BlockChain::mixed(const Digest& parent, const int32_t* tokens, int64_t block_tokens, const uint8_t* extra,
                          size_t extra_bytes) const {
     const size_t token_bytes = static_cast<size_t>(block_tokens) * 4;
-    std::vector<uint8_t> message(32 + token_bytes + extra_bytes);
-    std::memcpy(message.data(), parent.bytes, 32);
-    std::memcpy(message.data() + 32, tokens, token_bytes);
-    std::memcpy(message.data() + 32 + token_bytes, extra, extra_bytes);
+    std::vector<uint8_t> message(token_bytes + extra_bytes + 32);
+    std::memcpy(message.data(), tokens, token_bytes);
+    std::memcpy(message.data() + token_bytes, extra, extra_bytes);
+    std::memcpy(message.data() + token_bytes + extra_bytes, parent.bytes, 32);
     return sha256(compress_, mixed_start_, 64, message.data(), message.size());
 }
 
+// The parent comes last: what is folded before it does not wait for it, so the processor works on two blocks at a time.
 void BlockChain::extend(const Digest& parent, const int32_t* tokens, int64_t n_blocks, int64_t block_tokens,
                         Digest* digests) const {
     static_assert(std::endian::native == std::endian::little, "tokens are hashed as little-endian int32");
     const size_t token_bytes = static_cast<size_t>(block_tokens) * 4;
-    std::vector<uint8_t> message(32 + token_bytes);
+    const size_t whole = token_bytes / 64, rest = token_bytes % 64;
+    uint8_t tail[128] = {};  // tokens beyond whole 64-byte blocks, parent, padding
+    const size_t tail_blocks = pad(tail, rest + 32, 64 + token_bytes + 32);
+    const auto* bytes = reinterpret_cast<const uint8_t*>(tokens);
     const Digest* previous = &parent;
-    for (int64_t i = 0; i < n_blocks; ++i) {
-        std::memcpy(message.data(), previous->bytes, 32);
-        std::memcpy(message.data() + 32, tokens + i * block_tokens, token_bytes);
-        digests[i] = sha256(compress_, start_, 64, message.data(), message.size());
+    for (int64_t i = 0; i < n_blocks; ++i, bytes += token_bytes) {
+        uint32_t state[8];
+        std::copy_n(start_, 8, state);
+        compress_(state, bytes, whole);
+        if (rest) std::memcpy(tail, bytes + whole * 64, rest);
+        std::memcpy(tail + rest, previous->bytes, 32);
+        compress_(state, tail, tail_blocks);
+        digests[i] = digest_of(state);
         previous = &digests[i];
     }
 }

@@ -24,7 +24,7 @@ Digest sha256(Compress compress, const uint32_t start[8], uint64_t prefix_bytes,
 
 extern const uint32_t kShaInitial[8];
 
-// The chain of block keys: SHA-256(domain block || parent || tokens). The domain block is folded in once. A block that
+// The chain of block keys: SHA-256(domain block || tokens || parent). The domain block is folded in once. A block that
 // something other than its tokens went into (an image, prompt embeddings) has a domain of its own, and what it was follows.
 class BlockChain {
   public:

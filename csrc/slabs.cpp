@@ -1,6 +1,7 @@
 // Slabs of `arena.h`: which are partly free, which change their class, and where the next page comes from.
 #include <algorithm>
 #include <bit>
+#include <numeric>
 #include <utility>
 
 #include "arena.h"
@@ -250,7 +251,26 @@ void Arena::foresee(const SizeClass& c, int64_t n) const {
     }
 }
 
+// Pages that nobody had before, where slabs need no care; none where older ones are empty. Returns how many.
+int64_t Arena::take_unused(int32_t group, int64_t n, int32_t* ids) {
+    if (!plain() || empty_) return 0;
+    n = std::min(n, uncreated());
+    SizeClass& c = classes_[0];
+    const auto first = static_cast<int32_t>(c.pages.size());
+    Page held;
+    held.refs = 1;
+    c.pages.resize(c.pages.size() + static_cast<size_t>(n), held);
+    c.left.resize((c.pages.size() + kRegion - 1) / kRegion);
+    std::iota(ids, ids + n, first);
+    c.owned += n;
+    group_of(group).held += n;
+    return n;
+}
+
 void Arena::take_run(int32_t group, int64_t n, bool mine, int32_t* ids) {
+    const int64_t unused = take_unused(group, n, ids);
+    n -= unused;
+    ids += unused;
     for (int64_t i = 0; i < n; ++i) {
         constexpr int64_t ahead = kInFlight;
         if (i % ahead == 0) foresee(of(class_of(group)), std::min(n - i, ahead));

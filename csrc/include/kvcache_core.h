@@ -38,7 +38,7 @@ const char* kvc_last_error(void); /* of this thread; valid until its next failin
 const char* kvc_sha256_path(void); /* what path 0 resolves to: "sha-ni" or "portable" */
 int32_t kvc_sha256(int32_t path, const uint8_t* data, int64_t n_bytes, uint8_t* digest);
 
-/* H_i = SHA-256(64-byte domain block || H_{i-1} || tokens of block i as little-endian int32), H_{-1} = parent.
+/* H_i = SHA-256(64-byte domain block || tokens of block i as little-endian int32 || H_{i-1}), H_{-1} = parent.
  * Writes n_blocks * 32 bytes. O(n). */
 int32_t kvc_hash_chain(int32_t path, const uint8_t* parent, const int32_t* tokens, int64_t n_blocks,
                        int64_t block_tokens, uint8_t* digests);

@@ -12,7 +12,7 @@ from kvcache.core import native
 from kvcache.core.errors import ConfigError
 from kvcache.core.hashing import Fingerprint, as_tokens, hash_chain, root_digest
 
-DOMAIN_BLOCK = b"kvcache/block/1".ljust(64, b"\0")
+DOMAIN_BLOCK = b"kvcache/block/2".ljust(64, b"\0")
 EXACT = settings(derandomize=True, database=None, deadline=None, max_examples=150)
 
 sha256_lengths = [*range(130), 183, 184, 191, 192, 193, 1000, 4095, 4096, 4097]
@@ -32,7 +32,7 @@ def chain_by_hashlib(parent: bytes, tokens: list[int], block_tokens: int) -> lis
     links = []
     for end in range(block_tokens, len(tokens) + 1, block_tokens):
         block = np.array(tokens[end - block_tokens : end], "<i4").tobytes()
-        parent = hashlib.sha256(DOMAIN_BLOCK + parent + block).digest()
+        parent = hashlib.sha256(DOMAIN_BLOCK + block + parent).digest()
         links.append(parent)
     return links
 

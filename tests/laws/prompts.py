@@ -106,6 +106,6 @@ def link(parent: bytes, unit: Sequence[Token]) -> bytes:
                 b"kvcache/embedding/1\0" + header + values(run).tobytes()
             ).digest()
         items += digest + begin.to_bytes(8, "little", signed=True)
-    domain = b"kvcache/block+/1" if items else b"kvcache/block/1"
+    domain = b"kvcache/block+/2" if items else b"kvcache/block/2"
     tokens = np.array(plain(unit), "<i4").tobytes()
-    return hashlib.sha256(domain.ljust(64, b"\0") + parent + tokens + items).digest()
+    return hashlib.sha256(domain.ljust(64, b"\0") + tokens + items + parent).digest()

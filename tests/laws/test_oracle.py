@@ -96,9 +96,9 @@ def test_parts_of_a_unit_share_its_digest_but_for_their_place() -> None:
     d = Digests(oracle("gpt-oss"))
     key = Key(NATIVE, tuple(TEXT[:4]), 4)
     link = hashlib.sha256(
-        b"kvcache/block/1".ljust(64, b"\0")
-        + d.root(NATIVE)
+        b"kvcache/block/2".ljust(64, b"\0")
         + b"".join(t.to_bytes(4, "little") for t in TEXT[:4])
+        + d.root(NATIVE)
     ).digest()
     assert d.of(0, key) == d.of(1, key) == link
     first = d.of(1, key._replace(end=2))
