@@ -209,29 +209,46 @@ void Arena::unpin(int32_t group, int32_t id) {
     page.rest = 0;
 }
 
-// The last page of the list that is older than this one, which has its place there. It is looked for from both sides at once,
-// from what lies nearest: the ends, the page that came back last, and its own neighbours when it left (those that are pinned
-// too lead on to theirs).
+// The last page of the list that is older than this one, which has its place there. It is beside the page that came back last,
+// or at an end, or where its own neighbours are (those that are pinned too lead on to theirs); else it is looked for from both
+// sides, from what lies nearest of these.
 int32_t Arena::last_older(const SizeClass& c, List list, const Page& page) const {
-    int32_t low = kNoPage, high = kNoPage;
+    int32_t low = kNoPage, high = kNoPage;  // in the list; older, and not
     auto age = [&](int32_t id) { return page_in(c, id).age; };
-    auto consider = [&](int32_t id) {  // false where it is not in the list
-        if (page_in(c, id).list != 1u + list) return false;
-        int32_t& side = age(id) < page.age ? low : high;
-        if (side == kNoPage || (age(id) > age(side)) == (&side == &low)) side = id;
+    auto older = [&](int32_t id) { return id != kNoPage && age(id) < page.age; };
+    auto newer = [&](int32_t id) { return id != kNoPage && age(id) > page.age; };
+    auto in_list = [&](int32_t id) { return page_in(c, id).list == 1u + list; };
+    auto consider = [&](int32_t id) {  // whether the place is beside it: then `low` is what is looked for
+        int32_t& side = older(id) ? low : high;
+        const bool nearer = side == kNoPage || (age(id) > age(side)) == (&side == &low);
+        if (nearer) side = id;
+        if (&side == &low) return !older(page_in(c, id).next);
+        const int32_t before = page_in(c, id).previous;
+        if (before != kNoPage && !older(before)) return false;
+        low = before;
         return true;
     };
-    for (const int32_t id : {c.lists[list].first, c.lists[list].last, c.put_back})
-        if (id != kNoPage) consider(id);
-    for (int32_t id = page.previous; id != kNoPage && age(id) < page.age && !consider(id); id = page_in(c, id).previous)
-        if (page_in(c, id).rest != 1u + list) break;
-    for (int32_t id = page.next; id != kNoPage && age(id) > page.age && !consider(id); id = page_in(c, id).next)
-        if (page_in(c, id).rest != 1u + list) break;
+    for (const int32_t id : {c.put_back, c.lists[list].last, c.lists[list].first})
+        if (id != kNoPage && in_list(id) && consider(id)) return low;
+    auto step = [&](int32_t& id, int32_t next) {  // along those that are pinned; whether the place is found
+        if (in_list(id)) {
+            const bool found = consider(id);
+            id = kNoPage;
+            return found;
+        }
+        id = page_in(c, id).rest == 1u + list ? next : kNoPage;
+        return false;
+    };
+    int32_t back = page.previous, on = page.next;
+    while (older(back) || newer(on)) {
+        if (older(back) && step(back, page_in(c, back).previous)) return low;
+        if (newer(on) && step(on, page_in(c, on).next)) return low;
+    }
     if (low == kNoPage) return kNoPage;
     for (; high != kNoPage; high = page_in(c, high).previous) {
-        if (age(high) < page.age) return high;
+        if (older(high)) return high;
         const int32_t next = page_in(c, low).next;
-        if (age(next) > page.age) return low;
+        if (!older(next)) return low;
         low = next;
     }
     return low;

@@ -353,7 +353,7 @@ class Arena {
     // guarantee.cpp: own slabs first
     bool any_choice_keeps_quota(std::span<const int64_t> n) const;
     int64_t lacking_slabs(int32_t size_class, int64_t n) const;
-    void reset_own_cursors();
+    static void reset_own_cursors(SizeClass& c);
     int32_t take_own(int32_t size_class);
     int32_t take_whole_slab(int32_t size_class);
 

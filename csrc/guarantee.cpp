@@ -73,8 +73,10 @@ bool Arena::secure_mine(std::span<const int64_t> n) {
     if (!can_secure_mine(n)) return false;
     prepare_to_evict();  // of its own slabs first, even where others are empty
     tight_ = true;
-    for (int32_t i = 0; i < classes(); ++i) of(i).wanted = n[static_cast<size_t>(i)];
-    reset_own_cursors();
+    for (int32_t i = 0; i < classes(); ++i) {
+        of(i).wanted = n[static_cast<size_t>(i)];
+        reset_own_cursors(of(i));
+    }
     return true;
 }
 
@@ -91,13 +93,10 @@ int32_t Arena::take_mine(int32_t group) {
     return id;
 }
 
-// Between two reclaims nothing comes into its slabs but what it takes, so both searches go on where they stopped.
-void Arena::reset_own_cursors() {
-    if (!tight_) return;
-    for (SizeClass& c : classes_) {
-        c.mine_slab = 0;
-        c.mine_page = coldest(c);
-    }
+// Until the class gives up a slab nothing comes into its slabs but what it takes, so both searches go on where they stopped.
+void Arena::reset_own_cursors(SizeClass& c) {
+    c.mine_slab = 0;
+    c.mine_page = coldest(c);
 }
 
 // A free page in a slab of its, else the coldest cached page there.
@@ -129,6 +128,8 @@ int32_t Arena::take_whole_slab(int32_t size_class) {
         }
         if (coldest_class == kNoClass) return kNoPage;
         reclaim(coldest_class);
+        // The class that takes has no free or cached page left in a slab of its.
+        if (coldest_class != size_class) reset_own_cursors(of(coldest_class));
     }
     SizeClass& c = of(size_class);
     const int32_t id = take_new(size_class);

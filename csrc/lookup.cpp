@@ -80,6 +80,8 @@ int64_t Manager::sparse_hit(const Request& r, int64_t from, unsigned sources) co
     for (const int32_t g : states_) appeared += arena_.appeared(g);
     for (const int32_t g : spans_) appeared += arena_.appeared(g);
     const bool known = alone && before.upto >= 0 && before.appeared == appeared;
+    std::array<int64_t, kMostGroups> there;  // per span: from here on, up to the position, its blocks were seen
+    there.fill(INT64_MAX);
     int64_t hit = from;
     while (hit > 0) {
         if (known && hit <= before.upto) hit = std::min(hit, before.hit);
@@ -95,11 +97,12 @@ int64_t Manager::sparse_hit(const Request& r, int64_t from, unsigned sources) co
             if (rules(g).draft()) continue;
             const int64_t block = rules(g).block_tokens;
             const int64_t begin = rules(g).need_begin(hit);
-            for (int64_t b = hit / block - 1; (b + 1) * block > begin && b >= 0; --b)
-                if (!block_at(r, g, b, sources)) {
-                    next = b * block / grid_ * grid_;
-                    break;
-                }
+            int64_t& seen = there[static_cast<size_t>(g)];
+            int64_t b = std::min(hit, seen) / block - 1;
+            while (b >= 0 && (b + 1) * block > begin && block_at(r, g, b, sources)) --b;
+            const bool all = b < 0 || (b + 1) * block <= begin;
+            seen = all ? std::min(seen, (b + 1) * block) : INT64_MAX;
+            if (!all) next = b * block / grid_ * grid_;
         }
         if (next == hit) break;
         hit = next;

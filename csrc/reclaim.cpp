@@ -72,7 +72,6 @@ void Arena::reclaim(int32_t size_class) {
     slab(s).used = 0;
     push_empty(s);
     ++reclaimed_;
-    reset_own_cursors();
 }
 
 // The page keeps its age and its place in the list. The heat of the slab that it leaves matters no more.

@@ -83,4 +83,4 @@ def _declared(shape: TurnShape) -> list[int]:
     """Boundaries and junctions, on the grid."""
     grid = shape.grid_tokens
     floors = {position // grid * grid for position in (*shape.boundaries, *shape.junctions)}
-    return sorted(p for p in floors if 0 < p <= shape.prompt_tokens)
+    return sorted(floors - {0})

@@ -94,6 +94,8 @@ class Manager(ClearCalls):
         )
         self._group_names = tuple(g.name for g in geometry.groups)
         self._shapes: dict[int, TurnShape] = {}
+        self._junctions: dict[int, tuple[int, ...]] = {}
+        """Of preempted requests: what they kept before."""
 
     # ---- opening and closing -------------------------------------------------------------------
 
@@ -250,12 +252,15 @@ class Manager(ClearCalls):
 
     def _forget(self, handle: int) -> None:
         self._shapes.pop(handle, None)
+        self._junctions.pop(handle, None)
         self._chains.pop(handle, None)
         self._label_closed(handle)
 
     def preempt(self, handle: int) -> None:
         """Take all pages from the request; it waits, and is looked up again later."""
         self._call(self._lib.kvc_preempt, handle)
+        if junctions := self._shapes[handle].junctions:
+            self._junctions[handle] = junctions
 
     # ---- lookup and allocation -----------------------------------------------------------------
 
@@ -281,14 +286,19 @@ class Manager(ClearCalls):
                 )
             pointers, lengths, _keep = self._pointers("uint8_t", maps)
         out = self._struct("kvc_hit", self._lib.kvc_lookup, handle, pointers, lengths)
-        if out.junction:
-            shape = self._shapes[handle]
-            if out.junction not in shape.junctions:
-                shape = shape._replace(junctions=(*shape.junctions, int(out.junction)))
-                self._retain(handle, plan_of(self.retention, shape))
-                self._shapes[handle] = shape
+        self._note_junction(handle, int(out.junction))
         lost = dict(zip(LOSS_CAUSES, list(out.lost), strict=True))
         return Hit(out.hit_tokens, out.device_tokens, out.pending_tokens, out.junction, lost)
+
+    def _note_junction(self, handle: int, junction: int) -> None:
+        """What the last lookup says, in place of what those before it said since the last start."""
+        shape, junctions = self._shapes[handle], self._junctions.get(handle, ())
+        if junction and junction not in junctions:
+            junctions = (*junctions, junction)
+        if junctions != shape.junctions:
+            shape = shape._replace(junctions=junctions)
+            self._retain(handle, plan_of(self.retention, shape))
+            self._shapes[handle] = shape
 
     def _retain(self, handle: int, plan: PlanArrays) -> None:
         self._call(

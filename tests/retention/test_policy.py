@@ -10,6 +10,8 @@ from kvcache.retention import Dense, Sparse
 
 EXACT = settings(derandomize=True, database=None, deadline=None, max_examples=200)
 
+MOST_OUTPUT = 500
+
 grids = st.sampled_from([1, 4, 16, 128])
 
 
@@ -17,7 +19,10 @@ grids = st.sampled_from([1, 4, 16, 128])
 def shapes(draw: st.DrawFn) -> TurnShape:
     prompt = draw(st.integers(1, 2000))
     inside = st.lists(st.integers(0, prompt), max_size=5)
-    return TurnShape(prompt, draw(grids), draw(inside), draw(inside))
+    known = st.lists(
+        st.integers(0, prompt + MOST_OUTPUT), max_size=5
+    )  # a resumed request has output, too
+    return TurnShape(prompt, draw(grids), draw(inside), draw(known))
 
 
 @st.composite
@@ -28,7 +33,7 @@ def policies(draw: st.DrawFn, shape: TurnShape) -> RetentionPolicy:
 
 def all_positions(plan: RetentionPlan, shape: TurnShape) -> set[int]:
     step = plan.intervals[0]
-    by_interval = range(step, shape.prompt_tokens + 1, step) if step else ()
+    by_interval = range(step, shape.prompt_tokens + MOST_OUTPUT + 1, step) if step else ()
     return {*plan.positions, *by_interval}
 
 
@@ -39,9 +44,9 @@ def test_positions_are_ascending_unique_on_the_grid_and_inside_the_prompt(
 ) -> None:
     shape = data.draw(shapes())
     plan = data.draw(policies(shape)).plan(shape)
-    positions = list(plan.positions)
+    positions, most = list(plan.positions), shape.prompt_tokens + MOST_OUTPUT
     assert positions == sorted(set(positions))
-    assert all(p % shape.grid_tokens == 0 and 0 < p <= shape.prompt_tokens for p in positions)
+    assert all(p % shape.grid_tokens == 0 and 0 < p <= most for p in positions)
     assert len(plan.declared) == len(positions)
     assert plan.intervals[0] % shape.grid_tokens == 0
     assert plan.intervals[0] >= 0
