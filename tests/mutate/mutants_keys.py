@@ -160,6 +160,13 @@ KEYS = [
         (SPANS,),
     ),
     Mutant(
+        "block of a window taken for one that was seen",
+        "csrc/lookup.cpp",
+        "seen = all ? std::min(seen, (b + 1) * block) : INT64_MAX;",
+        "seen = all ? std::min(seen, b * block) : INT64_MAX;",
+        (LAW + "04_windows.py::test_law_04_the_hit_of_several_windows_equals_brute_force",),
+    ),
+    Mutant(
         "junction dropped",
         "csrc/lookup.cpp",
         "out->junction = !full_.empty() && pending.full > pending.hit ? pending.full : 0;",

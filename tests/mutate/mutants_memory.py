@@ -199,15 +199,15 @@ MEMORY = [
     Mutant(
         "an unpinned page comes back at the wrong place",
         "csrc/arena.cpp",
-        "        if (age(next) > page.age) return low;\n",
-        "        if (age(next) > page.age) return next;\n",
+        "if (&side == &low) return !older(page_in(c, id).next);",
+        "if (&side == &low) return true;",
         (PINS,),
     ),
     Mutant(
         "an unpinned page comes back one place too early",
         "csrc/arena.cpp",
-        "        if (age(high) < page.age) return high;\n",
-        "        if (age(high) < page.age) return page_in(c, high).previous;\n",
+        "        low = before;\n",
+        "        low = before == kNoPage ? before : page_in(c, before).previous;\n",
         (PINS,),
     ),
     Mutant(

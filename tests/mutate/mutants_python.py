@@ -58,6 +58,20 @@ PYTHON = [
         ),
     ),
     Mutant(
+        "junctions of a waiting request pile up",
+        "kvcache/core/manager.py",
+        "shape, junctions = self._shapes[handle], self._junctions.get(handle, ())",
+        "shape, junctions = self._shapes[handle], self._shapes[handle].junctions",
+        (LAW + "07_polls.py::test_law_07_a_request_that_waits_keeps_one_junction",),
+    ),
+    Mutant(
+        "junction forgotten with a preempt",
+        "kvcache/core/manager.py",
+        "if junctions := self._shapes[handle].junctions:",
+        "if junctions := self._shapes[handle].junctions[:0]:",
+        (LAW + "07_polls.py::test_law_07_what_an_earlier_run_noticed_is_kept_after_a_preempt",),
+    ),
+    Mutant(
         "declared boundary rounded up",
         "retention/policy.py",
         "floors = {position // grid * grid for position",
