@@ -79,7 +79,6 @@ class Arena {
     int64_t reclaimed_slabs() const { return reclaimed_; }
     int64_t held_of(int32_t group) const { return group_of(group).held; }  // held pages that the group took or adopted
     uint64_t version() const { return version_; }  // changes when a key becomes visible, goes, or changes its page
-    uint64_t appeared(int32_t group) const { return group_of(group).appeared; }  // keys, pending or visible; counts up
     int32_t class_of(int32_t group) const { return group_of(group).size_class; }
     int32_t pages_per_slab(int32_t size_class) const { return of(size_class).k; }
     // In a slab that the group's class owns.
@@ -113,6 +112,24 @@ class Arena {
     void confirm(int32_t group, int32_t id);    // pending -> visible
     void unpublish(int32_t group, int32_t id);  // nothing where the page has no key
     void keep(int32_t group, int32_t id) { page_of(group, id).kept = 1; }
+    // The group's keys are noted as they come, pending or visible; the newest 4,096 of all are known.
+    void watch(int32_t group);
+    uint64_t appeared() const { return appeared_; }  // so many were
+    struct Appeared {
+        uint64_t hash;  // as index_hash()
+        int64_t end;
+        int32_t group;
+    };
+    // visit(key) for those noted since there were so many; false, and no visit, where they are too many.
+    template <typename Visit>
+    bool each_appeared(uint64_t since, Visit&& visit) const {
+        if (appeared_ - since > kNoted) return false;
+        for (; since != appeared_; ++since) visit(noted_[since % kNoted]);
+        return true;
+    }
+    uint64_t index_hash(int32_t group, const Digest& digest, uint32_t ns) const {
+        return group_of(group).index.hash(digest, ns);
+    }
     bool was_evicted(int32_t group, const Digest& digest, uint32_t ns) const;
     void forget_all();         // drops every key, and what is remembered of evicted ones. O(pages)
     void forget(uint32_t ns);  // the keys of one namespace. O(pages)
@@ -190,6 +207,7 @@ class Arena {
   private:
     static constexpr int16_t kNoClass = -1;
     static constexpr int32_t kNoSlab = -1;
+    static constexpr uint64_t kNoted = 4096;
     static constexpr int64_t kLeftAlone = 2;  // empty slabs, at most: see left_alone()
 
     struct Head {
@@ -243,7 +261,7 @@ class Arena {
     struct Group {
         int32_t size_class;
         KeyIndex index;
-        uint64_t appeared = 0;
+        bool watched = false;
         int64_t held = 0;
         int64_t evictions = 0;
     };
@@ -283,6 +301,7 @@ class Arena {
     static constexpr int32_t kRegion = 64;
     static size_t region_of(int32_t id) { return static_cast<size_t>(id) / kRegion; }
     static void leave(SizeClass& c, int32_t id, uint64_t version) { c.left[region_of(id)] = version; }
+    void note(int32_t group, int64_t end, uint64_t hash) { noted_[appeared_++ % kNoted] = {hash, end, group}; }
     bool publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns, int64_t end, Page::Key key,
                  uint64_t hash);
     void drop_key(SizeClass& c, int32_t id);
@@ -382,6 +401,8 @@ class Arena {
     uint32_t epoch_ = 1;  // of the guaranteed request
     bool tight_ = false;  // the last secure_mine() keeps to own and whole slabs
     bool marked_ = false;
+    uint64_t appeared_ = 0;
+    std::vector<Appeared> noted_;  // a ring
     EvictedKeys ghosts_;
     NamespaceCounts namespaces_;
     std::vector<Undo> log_;

@@ -117,7 +117,7 @@ bool Arena::publish(int32_t group, int32_t id, const Digest& digest, uint32_t ns
     static_cast<PageMarks&>(pages[id]) = marks;
     pages[id].digest = digest;
     pages[id].ns = ns;
-    ++g.appeared;
+    if (g.watched) note(group, end, hash);
     if (key == Page::kPending) {
         ++pending_;
         return true;
@@ -183,7 +183,7 @@ void Arena::confirm(int32_t group, int32_t id) {
     page.key = Page::kVisible;
     --pending_;
     ++version_;
-    ++group_of(group).appeared;
+    if (group_of(group).watched) note(group, static_cast<int64_t>(page.end), index_hash(group, page.digest, page.ns));
     if (listener_) listener_->stored(group, id);
 }
 
@@ -229,6 +229,11 @@ void Arena::unpublish(int32_t group, int32_t id) {
     if (cached) unlink(c, id);
     drop_key(c, id);
     if (cached) free_page(c, id);
+}
+
+void Arena::watch(int32_t group) {
+    group_of(group).watched = true;
+    noted_.resize(kNoted);
 }
 
 bool Arena::was_evicted(int32_t group, const Digest& digest, uint32_t ns) const {

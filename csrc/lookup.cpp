@@ -70,21 +70,45 @@ bool Manager::state_at(const Request& r, int32_t group, int64_t position, unsign
     return sources & kPresent && is_present(r, group, position / grid_ - 1);
 }
 
+// Positions that have to be asked again after a lookup has ruled them out, and keys of the request have appeared since: those
+// that read one of them. False: too many keys to tell.
+bool Manager::reopened(const Request& r, const Request::Served& before, std::vector<Reopened>* positions) const {
+    const bool few = arena_.each_appeared(before.appeared, [&](const Arena::Appeared& key) {
+        const GroupRules& g = rules(key.group);
+        const int64_t reads = g.state() ? 0 : g.chunk_tokens + g.lead_tokens;  // so far behind the block, at most
+        if (key.end > before.upto || key.end + reads <= before.hit) return;
+        Digest own;
+        if (g.state()) {
+            const Digest* link = digest_at(r, key.end);
+            if (!link) return;
+            own = *link;
+        } else if (!block_key(r, key.group, key.end / g.block_tokens - 1, &own)) {
+            return;
+        }
+        if (arena_.index_hash(key.group, own, r.ns) == key.hash) positions->push_back({key.end, key.end + reads});
+    });
+    std::ranges::sort(*positions, std::greater<>{}, &Reopened::last);
+    return few;
+}
+
 // The highest grid point at or below `from` that every sparse group serves. A missing block rules out every position above
-// its begin that it is not past, so each block is looked at once. What an earlier lookup has ruled out is ruled out as long
-// as no key has appeared.
+// its begin that it is not past, so each block is looked at once. What an earlier lookup has ruled out stays so until a key
+// appears there.
 int64_t Manager::sparse_hit(const Request& r, int64_t from, unsigned sources) const {
     const bool alone = !(sources & kPresent) || r.present.empty();
     Request::Served& before = r.served[sources & kPending ? 1 : 0];
-    uint64_t appeared = 0;
-    for (const int32_t g : states_) appeared += arena_.appeared(g);
-    for (const int32_t g : spans_) appeared += arena_.appeared(g);
-    const bool known = alone && before.upto >= 0 && before.appeared == appeared;
+    std::vector<Reopened> again;
+    const bool known = alone && before.upto >= 0 && reopened(r, before, &again);
     std::array<int64_t, kMostGroups> there;  // per span: from here on, up to the position, its blocks were seen
     there.fill(INT64_MAX);
+    auto candidate = again.begin();
     int64_t hit = from;
     while (hit > 0) {
-        if (known && hit <= before.upto) hit = std::min(hit, before.hit);
+        if (known && hit <= before.upto && hit > before.hit) {
+            auto highest = [&] { return std::min(hit, candidate->last) / grid_ * grid_; };
+            while (candidate != again.end() && highest() < candidate->first) ++candidate;
+            hit = candidate == again.end() ? before.hit : std::max(before.hit, highest());
+        }
         if (hit == 0) break;
         int64_t next = hit;
         for (const int32_t g : states_)
@@ -109,7 +133,8 @@ int64_t Manager::sparse_hit(const Request& r, int64_t from, unsigned sources) co
     }
     hit = std::max<int64_t>(hit, 0);
     // Below the served position nothing is learnt of what lies above, and that stays ruled out.
-    if (alone && !(known && from < before.hit)) before = {hit, known ? std::max(from, before.upto) : from, appeared};
+    if (alone && !(known && from < before.hit))
+        before = {hit, known ? std::max(from, before.upto) : from, arena_.appeared()};
     return hit;
 }
 

@@ -43,6 +43,9 @@ Manager::Manager(const kvc_config& config, const kvc_group* groups)
         sparse_votes_ |= group.votes() && !group.full();
         whole_grants_ |= group.state() || group.transient;
     }
+    for (const int32_t g : states_) arena_.watch(g);
+    for (const int32_t g : spans_)
+        if (groups_[static_cast<size_t>(g)].votes()) arena_.watch(g);
     runs_.reserve(64);
 }
 

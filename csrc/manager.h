@@ -94,6 +94,11 @@ class Manager final : private KeyListener {
     int64_t full_hit(const Request& r, int32_t group, int64_t limit, unsigned sources) const;
     bool block_at(const Request& r, int32_t group, int64_t block, unsigned sources) const;
     bool state_at(const Request& r, int32_t group, int64_t position, unsigned sources) const;
+    struct Reopened {
+        int64_t first;
+        int64_t last;
+    };
+    bool reopened(const Request& r, const Request::Served& before, std::vector<Reopened>* positions) const;
     int64_t sparse_hit(const Request& r, int64_t from, unsigned sources) const;
     Walk longest(const Request& r, unsigned sources, int64_t limit) const;
     void attribute_losses(const Request& r, const Walk& walk, const Walk& pending, kvc_hit* out) const;
