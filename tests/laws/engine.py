@@ -114,8 +114,7 @@ class Engine(EngineState):
         request.hit, request.looked_at = hit, len(request.tokens)
         request.present = [set(keys) for keys in tier]
         self.saw("junction", hit.junction > 0)
-        if hit.junction and hit.junction not in request.marks:
-            request.marks.append(hit.junction)
+        request.junction = hit.junction
         return hit
 
     # ---- steps
@@ -132,6 +131,7 @@ class Engine(EngineState):
         end = request.granted if upto is None else upto
         self.manager.commit(request.handle, end)
         works.append(self.work(request, request.committed, end))
+        works[-1].twin = self.any_twins()
         self.saw("rejected guess", min(request.drafts, request.granted - end))
         before = set(request.pages())
         request.committed = end
@@ -215,6 +215,9 @@ class Engine(EngineState):
     def preempt(self, request: Request) -> None:
         count("preempt")
         self.manager.preempt(request.handle)
+        if request.junction:
+            request.marks.append(request.junction)
+            request.junction = 0
         self._leave(request)
 
     def restart(self, request: Request) -> None:

@@ -186,8 +186,7 @@ class Oracle:
         end: int,
     ) -> list[int]:
         """Positions in (start, end] that a group keeps: by interval, replay boundary, marks."""
-        floors = {self.floor(mark) for mark in marks}
-        points = {p for p in floors if p <= prompt}
+        points = {self.floor(mark) for mark in marks}
         interval = self.grid
         if isinstance(policy, Sparse):
             points.add(self.limit(prompt))

@@ -30,7 +30,7 @@ class Request:
     key_limit: int
     """No keys beyond this position (foreign requests bring keys for their prompt only)."""
     marks: list[int]
-    """Declared boundaries, and junctions seen."""
+    """Declared boundaries, and junctions of earlier runs."""
     classes: Sequence[int]
     """Size class of each group."""
     computed: int = 0
@@ -43,6 +43,8 @@ class Request:
     restarts: bool = False
     """It was told to start again: from a hit that may be shorter than what is there."""
     hit: Hit | None = None
+    junction: int = 0
+    """What the last lookup has noticed, since the last start; 0: nothing."""
     looked_at: int = 0
     """Tokens known at the last lookup."""
     present: list[set[Key]] = field(default_factory=list)
@@ -116,6 +118,8 @@ class Work:
     private: dict[int, list[int]]
     plans: dict[int, StatePlan]
     live: bool = True
+    twin: bool = False
+    """Another step that was open wrote a key of its, when it was committed."""
 
     def page(self, group: int, number: int) -> Page:
         return self.request.page(group, number)

@@ -114,7 +114,9 @@ class EngineState:
         return keys
 
     def any_twins(self) -> bool:
-        """Do open steps write a key twice, for requests that may have left?"""
+        """Do open steps write a key twice, or did when they were committed, for requests that may have left?"""
+        if any(work.twin for _, works in self.steps for work in works):
+            return True
         seen_keys: list[set[Key]] = [set() for _ in self.groups]
         for _, works in self.steps:
             for work in works:
@@ -134,7 +136,8 @@ class EngineState:
             keys[g].update(k for k in found if k)
 
     def kept(self, request: Request, group: int, start: int, end: int) -> list[int]:
-        return self.oracle.kept(self.policy, group, request.prompt, request.marks, start, end)
+        marks = [*request.marks, request.junction]
+        return self.oracle.kept(self.policy, group, request.prompt, marks, start, end)
 
     def stops(self, request: Request, start: int, end: int) -> list[int]:
         """Where a state must be snapshotted: what is kept, and the last grid point."""

@@ -80,7 +80,7 @@ def test_law_14_superseded_first_then_tail_before_head_and_what_serves_it_before
 def check_chain(chain: Chain, chains: list[Chain], before: Snapshot, there: Snapshot) -> None:
     """Full blocks have no gap; sparse pages do not outlive the prefix, nor leave a tail behind.
 
-    A tail is served by a later boundary of any chain that goes through it.
+    A boundary is superseded where any chain that goes through it has a later one.
     """
     prefix, tail = chain.prefix(there), chain.tail(there)
     assert tail <= prefix, "a block outlived the prefix before it"
@@ -89,7 +89,7 @@ def check_chain(chain: Chain, chains: list[Chain], before: Snapshot, there: Snap
             if chain.has(g, position, there):
                 assert prefix >= position, f"the state of {position} outlived its prefix, {prefix}"
         if chain.complete(position, before) and not chain.complete(position, there):
-            through = [c for c in chains if c.shares(chain) > position]
+            through = [c for c in chains if c.shares(chain) >= position]
             later = any(c.complete(p, before) for c in through for p in c.points() if p > position)
             assert later or tail <= position, f"{position} left a tail behind"
 
