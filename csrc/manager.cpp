@@ -224,14 +224,17 @@ int32_t Manager::clear(bool retire) {
     return KVC_OK;
 }
 
-int32_t Manager::clear_namespace(uint32_t ns, bool retire) {
+int32_t Manager::clear_namespaces(const uint32_t* ns, int64_t n, bool retire) {
+    NamespaceCounts chosen;
+    for (int64_t i = 0; i < n; ++i) chosen.add(ns[i]);
     for (const Slot& slot : slots_)
-        if (slot.request && slot.request->ns == ns) mute(*slot.request, retire);
+        if (slot.request && chosen.of(slot.request->ns)) mute(*slot.request, retire);
     for (auto& [id, load] : loads_)
-        if (!load.items.empty() && load.items[0].ns == ns) load.muted = true;
-    arena_.forget(ns);
-    std::erase_if(keyed_, [ns](const kvc_keyed& item) { return item.ns == ns; });
-    keyed_of_.clear(ns);
+        if (!load.items.empty() && chosen.of(load.items[0].ns)) load.muted = true;
+    if (std::any_of(ns, ns + n, [this](uint32_t one) { return arena_.keyed_in(one) > 0; })) arena_.forget(chosen);
+    if (std::any_of(ns, ns + n, [this](uint32_t one) { return keyed_of_.of(one) > 0; }))
+        std::erase_if(keyed_, [&](const kvc_keyed& item) { return chosen.of(item.ns) > 0; });
+    for (int64_t i = 0; i < n; ++i) keyed_of_.clear(ns[i]);
     return KVC_OK;
 }
 

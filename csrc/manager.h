@@ -67,7 +67,7 @@ class Manager final : private KeyListener {
     int32_t has_key(int32_t group, uint32_t ns, const uint8_t* digest, int32_t* page);
     int32_t namespace_use(uint32_t ns, int64_t* uses);
     int32_t clear(bool retire);
-    int32_t clear_namespace(uint32_t ns, bool retire);
+    int32_t clear_namespaces(const uint32_t* ns, int64_t n, bool retire);
     int32_t check();
 
   private:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvcache.core.events.labels import NamespaceLabel
@@ -101,11 +101,13 @@ class Namespaces:
                 return self._next
         return -1
 
-    def matching(self, salt: str | None, lora: str | None) -> Iterator[int]:
+    def matching(self, salt: str | None, lora: str | None) -> list[int]:
         """Numbers of all roots with this salt and this adapter; None: any."""
-        for entry, number in self._numbers.items():
-            if salt in {None, entry.salt} and lora in {None, entry.lora}:
-                yield number
+        return [
+            number
+            for entry, number in self._numbers.items()
+            if salt in {None, entry.salt} and lora in {None, entry.lora}
+        ]
 
     def of_digest(self, outside: bytes) -> list[int]:
         """Numbers under which keys of an outside namespace may be filed."""
