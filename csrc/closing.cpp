@@ -219,6 +219,7 @@ int32_t Manager::close(int64_t handle) {
         arena_.guarantee({});
     }
     const auto index = static_cast<size_t>(handle & 0xffffffff);
+    users_.remove(r->ns);
     slots_[index].request.reset();
     // A slot whose generations are used up is left alone: no handle is ever used twice.
     if (++slots_[index].generation < kMostGenerations) free_slots_.push_back(index);

@@ -190,6 +190,7 @@ bool Manager::try_grant(Request& r, const Adoption* adoption, Demand demand) {
         load.items.reserve(static_cast<size_t>(adoption->loads));
         load.parents.reserve(static_cast<size_t>(adoption->loads));
         loads_.reserve(loads_.size() + 1);
+        users_.reserve(1);
     }
     if (!secure_grant(r, adoption, demand)) {
         if (adoption) r.tables.clear();

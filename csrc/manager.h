@@ -213,6 +213,7 @@ class Manager final : private KeyListener {
     const char* check_request(const Request& r, std::vector<std::vector<int32_t>>* refs) const;
     const char* check_pending() const;
     const char* check_guaranteed() const;
+    const char* check_namespaces() const;
     template <typename Visit>
     void each_page(const Request& r, Visit&& visit) const;  // visit(group, page) for every reference of the request
 
@@ -242,7 +243,8 @@ class Manager final : private KeyListener {
     std::vector<Slot> slots_;
     std::vector<size_t> free_slots_;
     int64_t open_requests_ = 0;
-    int64_t holders_ = 0;  // requests that hold pages
+    NamespaceCounts users_;  // open requests and loads
+    int64_t holders_ = 0;    // requests that hold pages
     int64_t last_order_ = 0;
     std::deque<int64_t> by_age_;  // handles, the oldest first; of closed requests too
     int64_t guaranteed_ = 0;      // handle of the oldest open request, once it was asked for; 0: to be found

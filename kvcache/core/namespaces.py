@@ -15,6 +15,10 @@ KEPT_NAMESPACES = 1024
 _LOOKED_AT = 32
 """Numbers that one new root looks at, to find an unused one."""
 
+_NOT_LOOKING = 7
+"""Roots after one that found none that do not look: four numbers a root on average. With more of
+them the list might grow as fast as the search goes through it, and never be searched to its end."""
+
 
 class Namespace(NamedTuple):
     """One root."""
@@ -58,6 +62,7 @@ class Namespaces:
         self._numbers: dict[Namespace, int] = {}
         self._versions: dict[str, str] = {}
         self._next = 0
+        self._unlooked = 0
 
     def number(self, *, salt: str, lora: str, foreign: bool) -> int:
         """The number of a root, new where it has none."""
@@ -95,10 +100,14 @@ class Namespaces:
     def _unused(self) -> int:
         if len(self.entries) < KEPT_NAMESPACES:
             return -1
+        if self._unlooked:
+            self._unlooked -= 1
+            return -1
         for _ in range(_LOOKED_AT):
             self._next = (self._next + 1) % len(self.entries)
             if not self._uses(self._next):
                 return self._next
+        self._unlooked = _NOT_LOOKING
         return -1
 
     def matching(self, salt: str | None, lora: str | None) -> list[int]:
