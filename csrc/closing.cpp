@@ -204,7 +204,7 @@ void Manager::drop_pages(Request& r) {
     r.muted = false;
     r.state = RequestState::kWaiting;
     ++r.run;
-    --holders_;
+    holders_.erase(r.order);
     if (r.handle == guaranteed_) frozen_ = false;
 }
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <set>
 #include <unordered_map>
 #include <vector>
 
@@ -110,6 +111,7 @@ class Manager final : private KeyListener {
     bool is_declared(const Request& r, int64_t position) const;
 
     // allocate.cpp
+    using Holders = std::set<int64_t>;  // orders of requests that hold pages
     struct Adoption {  // what a first grant takes over; kNoPage: a load fills it; kHole: a draft goes without
         int64_t hit = 0;
         std::vector<std::vector<int32_t>> pages;  // per group: blocks of the hit that it needs, or the one state
@@ -137,7 +139,7 @@ class Manager final : private KeyListener {
     bool grant_within(Request& r, int64_t end, int64_t drafts);
     int32_t no_space(Request& r);
     bool alone(const Request& r) const;
-    void start(Request& r, const Adoption& adoption, Point state, Load* load);
+    void start(Request& r, const Adoption& adoption, Point state, Load* load, Holders::node_type holder);
     void start_load(Request& r, const Adoption& adoption, Load* load);
     int64_t new_pages(const Request& r, int32_t group, const Demand& demand, bool first) const;
     void grant_blocks(Request& r, int32_t group, int64_t end);
@@ -244,7 +246,7 @@ class Manager final : private KeyListener {
     std::vector<size_t> free_slots_;
     int64_t open_requests_ = 0;
     NamespaceCounts users_;  // open requests and loads
-    int64_t holders_ = 0;    // requests that hold pages
+    Holders holders_;
     int64_t last_order_ = 0;
     std::deque<int64_t> by_age_;  // handles, the oldest first; of closed requests too
     int64_t guaranteed_ = 0;      // handle of the oldest open request, once it was asked for; 0: to be found

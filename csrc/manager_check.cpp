@@ -111,16 +111,17 @@ int32_t Manager::check() {
     auto add = [&](int32_t g, int32_t page) {
         ++refs[static_cast<size_t>(rules(g).size_class)][static_cast<size_t>(page)];
     };
-    int64_t holders = 0, open = 0;
+    Holders holders;
+    int64_t open = 0;
     for (const Slot& slot : slots_) {
         if (!slot.request) continue;
         ++open;
         if (const char* broken = check_request(*slot.request, &refs)) return fail(KVC_E_INVARIANT, "%s", broken);
-        holders += slot.request->state != RequestState::kWaiting;
+        if (slot.request->state != RequestState::kWaiting) holders.insert(slot.request->order);
     }
     if (open != open_requests_) return fail(KVC_E_INVARIANT, "the count of open requests is wrong");
     if (const char* broken = check_namespaces()) return fail(KVC_E_INVARIANT, "%s", broken);
-    if (holders != holders_) return fail(KVC_E_INVARIANT, "the count of requests that hold pages is wrong");
+    if (holders != holders_) return fail(KVC_E_INVARIANT, "the requests that hold pages are not those that are listed");
     if (const char* broken = check_pending()) return fail(KVC_E_INVARIANT, "%s", broken);
     if (const char* broken = check_guaranteed()) return fail(KVC_E_INVARIANT, "%s", broken);
     for (const auto& [id, load] : loads_) {

@@ -21,8 +21,7 @@ class ClearCalls(EventCalls):
         return self._namespaces.fingerprint
 
     def clear(self, *, salt: str | None = None, lora: str | None = None) -> None:
-        """Forget every key, or those of one salt or one adapter. O(pages), however many salts
-        an adapter was used with.
+        """Forget every key, or those of one salt or one adapter. One pass over the pages.
 
         Requests that hold pages run on, and leave no keys until they start anew.
         """
