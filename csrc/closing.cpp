@@ -67,7 +67,8 @@ void Manager::collect_spans(Request& r, bool loading) {
         const int64_t block = rules(g).block_tokens;
         Table& table = r.tables[static_cast<size_t>(g)];
         int64_t none = 0;  // all that a hit there reads: a key may have been on the page of a twin
-        if (!loading && last) key_span(r, g, last, &none, false, Page::kVisible);
+        SpanWalk anew;
+        if (!loading && last) key_span(r, g, last, &none, false, Page::kVisible, &anew);
         for (int64_t b = table.end(); b-- > table.first;) {
             const int32_t page = table.page(b);
             if (page == kNoPage) continue;

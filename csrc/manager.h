@@ -167,7 +167,12 @@ class Manager final : private KeyListener {
     int64_t key_full(Request& r, int32_t group, int64_t begin, int64_t end, Page::Key visibility);
     void key_twins(Request& r);
     void key_state(const Request& r, const Point& point, int32_t group, Page::Key visibility);
-    void key_span(Request& r, int32_t group, int64_t position, int64_t* done, bool declared, Page::Key visibility);
+    struct SpanWalk {  // of one call, over the kept positions of a group: the last one, and the last declared one
+        int64_t keyed = 0;
+        int64_t declared = 0;
+    };
+    void key_span(Request& r, int32_t group, int64_t position, int64_t* done, bool declared, Page::Key visibility,
+                  SpanWalk* walked);
     void end_pending(Request& r, int32_t group, int32_t page, bool written);
     void key_full_blocks(Request& r);
     void key_sparse(Request& r);
