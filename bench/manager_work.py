@@ -282,7 +282,9 @@ class Work:
         model: AgentPreset = comparison_model(preset)
         geometry = model.geometry()
         slabs = geometry.slabs_in(blocks * model.block_bytes)
-        return Manager(geometry, slabs=slabs, retention=Sparse(0), movable=True, journal=False)
+        return Manager(
+            geometry, slabs=slabs, retention=Sparse(0), movable=True, journal=False, seed=0
+        )
 
     def _drop(self) -> None:
         self._pool, self._batch = None, []

@@ -24,7 +24,7 @@ from kvcache.core.copy import CopySegment, copy_pages
 from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.layout import Geometry
-from kvcache.core.values import flag, sequence, shown, whole
+from kvcache.core.values import flag, index_seed, sequence, shown
 
 DEFAULT_BATCH_BYTES = 16 << 20
 """About 2 ms of copying: how fine deadlines are, and how long a load waits for a store."""
@@ -209,7 +209,7 @@ class CpuConnector(Connector):
         batch_bytes: copied between two looks at queue and deadline.
         events: whether `Offload.take_events` will be read: what becomes visible here and what goes.
         copy: replaces the native copy; for tests.
-        seed: of the index's hash function.
+        seed: of the hash functions of its indexes; None: random ones, as in `Manager`.
 
     Raises:
         ConfigError: a size that is not above 0, or more than the machine or control group has.
@@ -229,11 +229,11 @@ class CpuConnector(Connector):
         batch_bytes: int = DEFAULT_BATCH_BYTES,
         events: bool = False,
         copy: CopyFunction = native_copy,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         if not isinstance(geometry, Geometry):
             raise ConfigError(f"geometry is {shown(geometry)}: give a Geometry")
-        events, seed = flag(events, "CpuConnector.events"), whole(seed, "CpuConnector.seed")
+        events, seed = flag(events, "CpuConnector.events"), index_seed(seed, "CpuConnector.seed")
         _require_whole("queue_depth", queue_depth)
         _require_whole("batch_bytes", batch_bytes)
         if not _is_time(deadline_seconds):

@@ -31,6 +31,7 @@ from kvcache.connectors.key_events import KeyEvent, KeysLost
 from kvcache.connectors.pool_events import pool_events
 from kvcache.core.errors import ConfigError, InvariantError
 from kvcache.core.pool import PagePool
+from kvcache.core.values import index_seed
 
 MAX_ERROR_KINDS = 64
 
@@ -86,6 +87,7 @@ class PoolScheduler(TierScheduler):
         slots: number of slots, for each group.
         deadline_seconds: how long a transfer may take.
         events: whether `take_events` will be read.
+        seed: of the pools' indexes; None: a random one.
 
     A store that finds no slot (all held) is dropped and counted, never waited for.
     """
@@ -97,12 +99,16 @@ class PoolScheduler(TierScheduler):
         *,
         deadline_seconds: float,
         events: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         self._slot_bytes = tuple(slot_bytes)
         self.reports_events = events
         journal = MAX_WAITING_EVENTS if events else 0
-        self._pools = [PagePool(n, seed=seed + g, journal=journal) for g, n in enumerate(slots)]
+        first = index_seed(seed, "PoolScheduler.seed")
+        seeds = [(first + g) % 2**64 for g in range(len(slots))]
+        self._pools = [
+            PagePool(n, seed=s, journal=journal) for n, s in zip(slots, seeds, strict=True)
+        ]
         self._deadline_seconds = deadline_seconds
         self._numbers: dict[bytes, int] = {}
         self._promises: dict[int, _Promise] = {}

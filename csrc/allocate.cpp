@@ -31,16 +31,13 @@ Request* Manager::guaranteed() {
 bool Manager::alone(const Request& r) const {
     const bool quiet = std::all_of(steps_.begin(), steps_.end(),
                                    [](const Step& step) { return step.entries.empty() && step.releases.empty(); });
-    return quiet && holders_ == (r.state == RequestState::kWaiting ? 0 : 1) && loads_.empty() && pinned_ == 0;
+    return quiet && holders_.size() == (r.state == RequestState::kWaiting ? 0 : 1) && loads_.empty() && pinned_ == 0;
 }
 
 int32_t Manager::no_space(Request& r) {
     const bool oldest = r.handle == guaranteed_;
     frozen_ |= oldest;
-    bool younger = false;
-    for (const Slot& slot : slots_)
-        younger |= slot.request && slot.request->order > r.order && slot.request->state != RequestState::kWaiting;
-    if (younger) r.blockage = KVC_BLOCKED_PREEMPT;
+    if (!holders_.empty() && *holders_.rbegin() > r.order) r.blockage = KVC_BLOCKED_PREEMPT;
     else if (oldest && alone(r)) r.blockage = KVC_BLOCKED_RESTART;
     else r.blockage = KVC_BLOCKED_WAIT;
     return KVC_NO_SPACE;

@@ -131,8 +131,8 @@ class Arena {
         return group_of(group).index.hash(digest, ns);
     }
     bool was_evicted(int32_t group, const Digest& digest, uint32_t ns) const;
-    void forget_all();         // drops every key, and what is remembered of evicted ones. O(pages)
-    void forget(uint32_t ns);  // the keys of one namespace. O(pages)
+    void forget_all();                           // drops every key, and what is remembered of evicted ones. O(pages)
+    void forget(const NamespaceCounts& chosen);  // the keys of namespaces that are counted there. O(pages)
     // Room for n more pages of each class and n keys of each group: what follows cannot run out of memory half-way.
     // Invalidates references to pages.
     void reserve(std::span<const int64_t> pages_of_class, std::span<const int64_t> keys_of_group);

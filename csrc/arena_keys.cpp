@@ -254,8 +254,8 @@ void Arena::forget_all() {
     ghosts_.clear();
 }
 
-void Arena::forget(uint32_t ns) {
-    if (keyed_in(ns)) forget_if([ns](const Page& page) { return page.ns == ns; });
+void Arena::forget(const NamespaceCounts& chosen) {
+    forget_if([&](const Page& page) { return chosen.of(page.ns) > 0; });
 }
 
 }  // namespace kvc

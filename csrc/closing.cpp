@@ -67,7 +67,8 @@ void Manager::collect_spans(Request& r, bool loading) {
         const int64_t block = rules(g).block_tokens;
         Table& table = r.tables[static_cast<size_t>(g)];
         int64_t none = 0;  // all that a hit there reads: a key may have been on the page of a twin
-        if (!loading && last) key_span(r, g, last, &none, false, Page::kVisible);
+        SpanWalk anew;
+        if (!loading && last) key_span(r, g, last, &none, false, Page::kVisible, &anew);
         for (int64_t b = table.end(); b-- > table.first;) {
             const int32_t page = table.page(b);
             if (page == kNoPage) continue;
@@ -204,7 +205,7 @@ void Manager::drop_pages(Request& r) {
     r.muted = false;
     r.state = RequestState::kWaiting;
     ++r.run;
-    --holders_;
+    holders_.erase(r.order);
     if (r.handle == guaranteed_) frozen_ = false;
 }
 
@@ -219,6 +220,7 @@ int32_t Manager::close(int64_t handle) {
         arena_.guarantee({});
     }
     const auto index = static_cast<size_t>(handle & 0xffffffff);
+    users_.remove(r->ns);
     slots_[index].request.reset();
     // A slot whose generations are used up is left alone: no handle is ever used twice.
     if (++slots_[index].generation < kMostGenerations) free_slots_.push_back(index);

@@ -11,7 +11,7 @@ int32_t Manager::take_page(const Request& r, int32_t group) {
 }
 
 // A waiting request takes over its hit; pages of it that must be loaded are taken.
-void Manager::start(Request& r, const Adoption& adoption, Point state, Load* load) {
+void Manager::start(Request& r, const Adoption& adoption, Point state, Load* load, Holders::node_type holder) {
     for (int32_t g = 0; g < n_groups_; ++g) {
         const GroupRules& group = rules(g);
         const auto i = static_cast<size_t>(g);
@@ -33,7 +33,7 @@ void Manager::start(Request& r, const Adoption& adoption, Point state, Load* loa
     if (!state.pages.empty()) r.points.push_back(std::move(state));
     r.seen = {};
     ++r.run;
-    ++holders_;
+    holders_.insert(std::move(holder));
     r.present.clear();
     for (auto& known : r.resident) known = {};
     r.served = {};
@@ -184,12 +184,15 @@ bool Manager::try_grant(Request& r, const Adoption* adoption, Demand demand) {
     source.reserve(states_.size());
     if (!r.working.pages.empty()) source = r.working.pages;
     else if (!r.points.empty()) source = r.points.back().pages;
+    Holders holder;  // what is inserted later cannot fail
+    if (adoption) holder.insert(r.order);
     std::unordered_map<int64_t, Load> fresh;
     if (adoption && adoption->loads) {
         Load& load = fresh[last_load_ + 1];
         load.items.reserve(static_cast<size_t>(adoption->loads));
         load.parents.reserve(static_cast<size_t>(adoption->loads));
         loads_.reserve(loads_.size() + 1);
+        users_.reserve(1);
     }
     if (!secure_grant(r, adoption, demand)) {
         if (adoption) r.tables.clear();
@@ -197,7 +200,7 @@ bool Manager::try_grant(Request& r, const Adoption* adoption, Demand demand) {
     }
     if (adoption) {
         Load* load = fresh.empty() ? nullptr : &loads_.insert(fresh.extract(fresh.begin())).position->second;
-        start(r, *adoption, std::move(state), load);
+        start(r, *adoption, std::move(state), load, holder.extract(holder.begin()));
         if (source.empty() && !r.points.empty()) source = r.points.back().pages;
     }
     if (!adoption || !adoption->loads) {

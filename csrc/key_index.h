@@ -108,7 +108,7 @@ class KeyIndex {
     uint32_t of_page(int32_t id) const { return static_cast<uint32_t>(id) + 1; }
     void rebuild(const Page* pages, int64_t n_pages, size_t buckets);
 
-    uint64_t seed_;
+    HashSeed seed_;
     int64_t most_;
     uint32_t page_bits_;  // of a place: the page's number plus one
     ZeroedArray<Bucket> buckets_;

@@ -52,13 +52,14 @@ void Manager::key_state(const Request& r, const Point& point, int32_t group, Pag
     if (owner != kNoPage) arena_.keep(group, owner);
 }
 
-// What a lookup at `position` reads of a span group. `done`: the kept position before it, whose blocks are settled.
-void Manager::key_span(Request& r, int32_t group, int64_t position, int64_t* done, bool declared,
-                       Page::Key visibility) {
+// What a lookup at `position` reads of a span group. `done`: the kept position before it, whose blocks are settled. `walked`:
+// what the same call has gone over, in ascending order; it would find there what it found before.
+void Manager::key_span(Request& r, int32_t group, int64_t position, int64_t* done, bool declared, Page::Key visibility,
+                       SpanWalk* walked) {
     const GroupRules& g = rules(group);
     const Table& table = r.tables[static_cast<size_t>(group)];
-    const int64_t keyed = g.draft() ? 0 : *done;  // what a draft's key depends on may be told later
-    const int64_t begin = declared ? g.need_begin(position) : std::max(g.need_begin(position), keyed);
+    const int64_t keyed = g.draft() ? walked->keyed : *done;  // what a draft's key depends on may be told later
+    const int64_t begin = std::max(g.need_begin(position), declared ? walked->declared : keyed);
     const int64_t first = std::max(begin / g.block_tokens, table.first);
     for (int64_t b = first; b * g.block_tokens < position; ++b) {
         Digest key;
@@ -71,6 +72,8 @@ void Manager::key_span(Request& r, int32_t group, int64_t position, int64_t* don
         const int32_t owner = arena_.find(group, key, r.ns);
         if (owner != kNoPage) arena_.keep(group, owner);
     }
+    walked->keyed = position;
+    if (declared) walked->declared = position;
     // A draft's last block may get its key later, when the tokens are told that it looks ahead to.
     Digest last;
     const bool all = !g.draft() || block_key(r, group, position / g.block_tokens - 1, &last);
@@ -122,12 +125,14 @@ void Manager::key_sparse(Request& r) {
         int64_t done = r.settled();
         for (const int32_t g : spans_) done = std::min(done, r.span_settled[static_cast<size_t>(g)]);
         kept_between(r, done, r.settled(), &kept_);
-        for (const int32_t g : spans_)
+        for (const int32_t g : spans_) {
+            SpanWalk walked;
             for (const Kept& kept : kept_) {
                 int64_t& settled = r.span_settled[static_cast<size_t>(g)];
                 if (has(kept.groups, g) && kept.position > settled)
-                    key_span(r, g, kept.position, &settled, kept.declared, Page::kVisible);
+                    key_span(r, g, kept.position, &settled, kept.declared, Page::kVisible, &walked);
             }
+        }
     }
     confirm_spans(r);
     const size_t newest = newest_complete(r);

@@ -12,6 +12,8 @@ using L = long long;
 // can wait for the load instead of starting another.
 void Manager::start_load(Request& r, const Adoption& adoption, Load* load) {
     load->handle = r.handle;
+    load->ns = r.ns;
+    users_.add(r.ns);
     for (int32_t g = 0; g < n_groups_; ++g) {
         const auto i = static_cast<size_t>(g);
         const bool state = rules(g).state();
@@ -76,6 +78,7 @@ int32_t Manager::end_load(int64_t id, const uint8_t* ok, int64_t n) {
     if (r) reserve_drop(*r);
     const Load load = std::move(at->second);
     loads_.erase(at);
+    users_.remove(load.ns);
     writer_ = r;
     bool complete = true;
     for (int64_t i = 0; i < n; ++i) {

@@ -198,10 +198,7 @@ int32_t Manager::has_key(int32_t group, uint32_t ns, const uint8_t* digest, int3
 
 // Keys, open requests, loads and unread records of a namespace: at 0 its number may be given to another one.
 int32_t Manager::namespace_use(uint32_t ns, int64_t* uses) {
-    *uses = arena_.keyed_in(ns);
-    for (const Slot& slot : slots_) *uses += slot.request && slot.request->ns == ns;
-    for (const auto& [id, load] : loads_) *uses += !load.items.empty() && load.items[0].ns == ns;
-    *uses += keyed_of_.of(ns) + runs_of_.of(ns);
+    *uses = arena_.keyed_in(ns) + users_.of(ns) + keyed_of_.of(ns) + runs_of_.of(ns);
     return KVC_OK;
 }
 
@@ -227,14 +224,17 @@ int32_t Manager::clear(bool retire) {
     return KVC_OK;
 }
 
-int32_t Manager::clear_namespace(uint32_t ns, bool retire) {
+int32_t Manager::clear_namespaces(const uint32_t* ns, int64_t n, bool retire) {
+    NamespaceCounts chosen;
+    for (int64_t i = 0; i < n; ++i) chosen.add(ns[i]);
     for (const Slot& slot : slots_)
-        if (slot.request && slot.request->ns == ns) mute(*slot.request, retire);
+        if (slot.request && chosen.of(slot.request->ns)) mute(*slot.request, retire);
     for (auto& [id, load] : loads_)
-        if (!load.items.empty() && load.items[0].ns == ns) load.muted = true;
-    arena_.forget(ns);
-    std::erase_if(keyed_, [ns](const kvc_keyed& item) { return item.ns == ns; });
-    keyed_of_.clear(ns);
+        if (chosen.of(load.ns)) load.muted = true;
+    if (std::any_of(ns, ns + n, [this](uint32_t one) { return arena_.keyed_in(one) > 0; })) arena_.forget(chosen);
+    if (std::any_of(ns, ns + n, [this](uint32_t one) { return keyed_of_.of(one) > 0; }))
+        std::erase_if(keyed_, [&](const kvc_keyed& item) { return chosen.of(item.ns) > 0; });
+    for (int64_t i = 0; i < n; ++i) keyed_of_.clear(ns[i]);
     return KVC_OK;
 }
 

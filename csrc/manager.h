@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <set>
 #include <unordered_map>
 #include <vector>
 
@@ -67,7 +68,7 @@ class Manager final : private KeyListener {
     int32_t has_key(int32_t group, uint32_t ns, const uint8_t* digest, int32_t* page);
     int32_t namespace_use(uint32_t ns, int64_t* uses);
     int32_t clear(bool retire);
-    int32_t clear_namespace(uint32_t ns, bool retire);
+    int32_t clear_namespaces(const uint32_t* ns, int64_t n, bool retire);
     int32_t check();
 
   private:
@@ -115,6 +116,7 @@ class Manager final : private KeyListener {
     bool is_declared(const Request& r, int64_t position) const;
 
     // allocate.cpp
+    using Holders = std::set<int64_t>;  // orders of requests that hold pages
     struct Adoption {  // what a first grant takes over; kNoPage: a load fills it; kHole: a draft goes without
         int64_t hit = 0;
         std::vector<std::vector<int32_t>> pages;  // per group: blocks of the hit that it needs, or the one state
@@ -142,7 +144,7 @@ class Manager final : private KeyListener {
     bool grant_within(Request& r, int64_t end, int64_t drafts);
     int32_t no_space(Request& r);
     bool alone(const Request& r) const;
-    void start(Request& r, const Adoption& adoption, Point state, Load* load);
+    void start(Request& r, const Adoption& adoption, Point state, Load* load, Holders::node_type holder);
     void start_load(Request& r, const Adoption& adoption, Load* load);
     int64_t new_pages(const Request& r, int32_t group, const Demand& demand, bool first) const;
     void grant_blocks(Request& r, int32_t group, int64_t end);
@@ -170,7 +172,12 @@ class Manager final : private KeyListener {
     int64_t key_full(Request& r, int32_t group, int64_t begin, int64_t end, Page::Key visibility);
     void key_twins(Request& r);
     void key_state(const Request& r, const Point& point, int32_t group, Page::Key visibility);
-    void key_span(Request& r, int32_t group, int64_t position, int64_t* done, bool declared, Page::Key visibility);
+    struct SpanWalk {  // of one call, over the kept positions of a group: the last one, and the last declared one
+        int64_t keyed = 0;
+        int64_t declared = 0;
+    };
+    void key_span(Request& r, int32_t group, int64_t position, int64_t* done, bool declared, Page::Key visibility,
+                  SpanWalk* walked);
     void end_pending(Request& r, int32_t group, int32_t page, bool written);
     void key_full_blocks(Request& r);
     void key_sparse(Request& r);
@@ -218,6 +225,7 @@ class Manager final : private KeyListener {
     const char* check_request(const Request& r, std::vector<std::vector<int32_t>>* refs) const;
     const char* check_pending() const;
     const char* check_guaranteed() const;
+    const char* check_namespaces() const;
     template <typename Visit>
     void each_page(const Request& r, Visit&& visit) const;  // visit(group, page) for every reference of the request
 
@@ -247,7 +255,8 @@ class Manager final : private KeyListener {
     std::vector<Slot> slots_;
     std::vector<size_t> free_slots_;
     int64_t open_requests_ = 0;
-    int64_t holders_ = 0;  // requests that hold pages
+    NamespaceCounts users_;  // open requests and loads
+    Holders holders_;
     int64_t last_order_ = 0;
     std::deque<int64_t> by_age_;  // handles, the oldest first; of closed requests too
     int64_t guaranteed_ = 0;      // handle of the oldest open request, once it was asked for; 0: to be found

@@ -330,8 +330,11 @@ int32_t kvc_clear(kvc_manager* manager, int32_t retire) {
     return enter(manager, [&](kvc::Manager& m) { return m.clear(retire != 0); });
 }
 
-int32_t kvc_clear_namespace(kvc_manager* manager, uint32_t ns, int32_t retire) {
-    return enter(manager, [&](kvc::Manager& m) { return m.clear_namespace(ns, retire != 0); });
+int32_t kvc_clear_namespaces(kvc_manager* manager, const uint32_t* ns, int64_t n, int32_t retire) {
+    return enter(manager, [&](kvc::Manager& m) {
+        const auto status = check_array("ns", ns, n);
+        return status ? status : m.clear_namespaces(ns, n, retire != 0);
+    });
 }
 
 int32_t kvc_check(kvc_manager* manager) {

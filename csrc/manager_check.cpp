@@ -87,6 +87,23 @@ const char* Manager::check_guaranteed() const {
     return nullptr;
 }
 
+// What is counted by namespace, but for the arena's keys and the runs of events.
+const char* Manager::check_namespaces() const {
+    std::vector<uint32_t> users, keyed;
+    for (const Slot& slot : slots_)
+        if (slot.request) users.push_back(slot.request->ns);
+    for (const auto& [id, load] : loads_) users.push_back(load.ns);
+    for (const kvc_keyed& item : keyed_) keyed.push_back(item.ns);
+    const auto counted = [](const std::vector<uint32_t>& all, const NamespaceCounts& counts) {
+        NamespaceCounts anew;
+        for (const uint32_t ns : all) anew.add(ns);
+        return counts.total() == anew.total() &&
+               std::ranges::all_of(all, [&](uint32_t ns) { return counts.of(ns) == anew.of(ns); });
+    };
+    if (!counted(users, users_)) return "the requests and loads of a namespace are miscounted";
+    return counted(keyed, keyed_of_) ? nullptr : "the namespaces of what tiers may store are miscounted";
+}
+
 int32_t Manager::check() {
     if (const char* broken = arena_.check()) return fail(KVC_E_INVARIANT, "arena: %s", broken);
     std::vector<std::vector<int32_t>> refs;
@@ -94,17 +111,17 @@ int32_t Manager::check() {
     auto add = [&](int32_t g, int32_t page) {
         ++refs[static_cast<size_t>(rules(g).size_class)][static_cast<size_t>(page)];
     };
-    int64_t holders = 0, open = 0;
+    Holders holders;
+    int64_t open = 0;
     for (const Slot& slot : slots_) {
         if (!slot.request) continue;
         ++open;
         if (const char* broken = check_request(*slot.request, &refs)) return fail(KVC_E_INVARIANT, "%s", broken);
-        holders += slot.request->state != RequestState::kWaiting;
+        if (slot.request->state != RequestState::kWaiting) holders.insert(slot.request->order);
     }
     if (open != open_requests_) return fail(KVC_E_INVARIANT, "the count of open requests is wrong");
-    if (keyed_of_.total() != static_cast<int64_t>(keyed_.size()))
-        return fail(KVC_E_INVARIANT, "the namespaces of what tiers may store are miscounted");
-    if (holders != holders_) return fail(KVC_E_INVARIANT, "the count of requests that hold pages is wrong");
+    if (const char* broken = check_namespaces()) return fail(KVC_E_INVARIANT, "%s", broken);
+    if (holders != holders_) return fail(KVC_E_INVARIANT, "the requests that hold pages are not those that are listed");
     if (const char* broken = check_pending()) return fail(KVC_E_INVARIANT, "%s", broken);
     if (const char* broken = check_guaranteed()) return fail(KVC_E_INVARIANT, "%s", broken);
     for (const auto& [id, load] : loads_) {

@@ -97,6 +97,7 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
     }
     if (static_cast<int64_t>(by_age_.size()) > 2 * open_requests_ + 64)
         std::erase_if(by_age_, [&](int64_t old) { return !find(old); });
+    users_.reserve(1);
     by_age_.push_back(0);
     const size_t index = free_slots_.back();
     free_slots_.pop_back();
@@ -106,6 +107,7 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
     slots_[index].request = std::move(request);
     *handle = r.handle;
     ++open_requests_;
+    users_.add(args.ns);
     return KVC_OK;
 }
 

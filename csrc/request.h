@@ -184,6 +184,7 @@ struct Step {
 
 struct Load {
     int64_t handle = 0;  // 0: the request does not wait for it any more
+    uint32_t ns = 0;
     bool muted = false;  // its namespace was cleared: its pages get no keys
     std::vector<kvc_keyed> items;
     std::vector<Digest> parents;  // of the items' blocks; all zero for the first

@@ -52,7 +52,8 @@ void Manager::give_up_passed(Request& r) {
         const int64_t first = rules(g).need_begin(told) / block;
         const int64_t passed = std::min(first, table.end()) - table.first;
         if (passed <= 0) continue;
-        if (told > last) key_span(r, g, last, &r.span_settled[static_cast<size_t>(g)], false, Page::kVisible);
+        SpanWalk anew;
+        if (told > last) key_span(r, g, last, &r.span_settled[static_cast<size_t>(g)], false, Page::kVisible, &anew);
         for (int64_t i = 0; i < passed; ++i) {
             const int32_t page = table.pages[static_cast<size_t>(i)];
             if (page == kNoPage) continue;
@@ -178,10 +179,13 @@ int32_t Manager::commit(int64_t handle, int64_t upto) {
     for (int32_t g = 0; g < n_groups_; ++g)
         if (rules(g).full())
             key_full(*r, g, r->committed / rules(g).block_tokens, upto / rules(g).block_tokens, Page::kPending);
-    for (const Kept& at : kept_)
-        for (const int32_t g : spans_)
-            if (has(at.groups, g) && at.position > r->span_pending[static_cast<size_t>(g)])
-                key_span(*r, g, at.position, &r->span_pending[static_cast<size_t>(g)], false, Page::kPending);
+    for (const int32_t g : spans_) {
+        SpanWalk walked;
+        int64_t& pending = r->span_pending[static_cast<size_t>(g)];
+        for (const Kept& at : kept_)
+            if (has(at.groups, g) && at.position > pending)
+                key_span(*r, g, at.position, &pending, false, Page::kPending, &walked);
+    }
     r->last_step = step.id;
     if (!states_.empty()) commit_points(*r, std::move(plan), upto, step.id);
     step.entries.push_back({handle, r->run, upto});

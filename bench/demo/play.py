@@ -150,11 +150,12 @@ class Player:
             movable=True,
             retention=Sparse(),
             fingerprint=Fingerprint(model=kit.model.name, kv_dtype="float32"),
+            seed=settings.seed,
         )
         self._offload: Offload | None = None
         if host is not None:
             try:
-                connector = CpuConnector(geometry, pages=host)
+                connector = CpuConnector(geometry, pages=host, seed=settings.seed)
             except ConfigError as error:
                 raise ConfigError(f"--host-tokens or --sessions is too large: {error}") from error
             self._offload = Offload(manager, connector, self._runner.regions())

@@ -372,12 +372,12 @@ typedef struct {
 int32_t kvc_get_group_stats(kvc_manager* manager, int32_t group, kvc_group_stats* out);
 /* Is the key there and readable now? For tests and tools. */
 int32_t kvc_has_key(kvc_manager* manager, int32_t group, uint32_t ns, const uint8_t* digest, int32_t* page);
-/* Keys, requests, loads and unread records of a namespace; at 0 its number may be given to another. O(requests). */
+/* Keys, requests, loads and unread records of a namespace; at 0 its number may be given to another. */
 int32_t kvc_namespace_use(kvc_manager* manager, uint32_t ns, int64_t* uses);
-/* Drops every key (of one namespace). Requests that hold pages run on, and leave no keys until they start anew. With
+/* Drops every key (of these namespaces). O(pages), however many there are. Requests that hold pages run on, and leave no keys until they start anew. With
  * `retire` = 1 the root is out of use: its open requests find no keys and leave none, in tiers too. */
 int32_t kvc_clear(kvc_manager* manager, int32_t retire);
-int32_t kvc_clear_namespace(kvc_manager* manager, uint32_t ns, int32_t retire);
+int32_t kvc_clear_namespaces(kvc_manager* manager, const uint32_t* ns, int64_t n, int32_t retire);
 /* Recounts references, lists, index, pending keys, slabs, what the oldest request holds. O(pages). */
 int32_t kvc_check(kvc_manager* manager);
 

@@ -66,7 +66,7 @@ constexpr const char* kFunctions[] = {
     "kvc_has_key",
     "kvc_namespace_use",
     "kvc_clear",
-    "kvc_clear_namespace",
+    "kvc_clear_namespaces",
     "kvc_check",
     "kvc_copy",
 };

@@ -74,7 +74,7 @@ void ManagerFuzz::one_operation() {
         &ManagerFuzz::unpin,
         &ManagerFuzz::has_key,
         &ManagerFuzz::clear,
-        &ManagerFuzz::clear_namespace,
+        &ManagerFuzz::clear_namespaces,
     };
     (this->*kOperations[random_.below(std::size(kOperations))])();
 }

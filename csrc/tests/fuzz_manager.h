@@ -81,7 +81,7 @@ class ManagerFuzz {
     void unpin();
     void has_key();
     void clear();
-    void clear_namespace();
+    void clear_namespaces();
 
     Random random_;
     Where where_;

@@ -193,10 +193,19 @@ void ManagerFuzz::clear() {
     if (call("kvc_clear", [&] { return kvc_clear(manager_, retire); }) == KVC_OK && random_.chance(50)) keyed_.clear();
 }
 
-void ManagerFuzz::clear_namespace() {
-    const auto ns = static_cast<uint32_t>(spite() ? random_.next() : random_.below(4));
-    if (random_.chance(20))
-        call("kvc_clear_namespace", [&] { return kvc_clear_namespace(manager_, ns, random_.chance(20)); });
+void ManagerFuzz::clear_namespaces() {
+    uint32_t ns[4];
+    for (uint32_t& one : ns) one = static_cast<uint32_t>(spite() ? random_.next() : random_.below(4));
+    const int64_t n = spite() ? random_.between(-2, 0) : random_.between(1, 4);
+    if (!random_.chance(10)) return;
+    const int32_t retire = random_.chance(20);
+    if (call("kvc_clear_namespaces", [&] { return kvc_clear_namespaces(manager_, ns, n, retire); }) != KVC_OK) return;
+    for (const kvc_keyed& item : keyed_) {
+        if (std::find(ns, ns + n, item.ns) == ns + n) continue;
+        int32_t page = 0;
+        if (kvc_has_key(manager_, item.group, item.ns, item.digest, &page) != KVC_OK || page >= 0)
+            broken(where_, "a key of namespace %u is found after it was cleared", item.ns);
+    }
 }
 
 }  // namespace fuzz

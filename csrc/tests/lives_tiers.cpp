@@ -85,8 +85,10 @@ void Lives::clear() {
         twins_.ask("kvc_clear", [&](kvc_manager* manager) { return kvc_clear(manager, retire); });
         return;
     }
-    const auto ns = static_cast<uint32_t>(random_.below(3));
-    twins_.ask("kvc_clear_namespace", [&](kvc_manager* manager) { return kvc_clear_namespace(manager, ns, retire); });
+    const uint32_t ns[2] = {static_cast<uint32_t>(random_.below(3)), static_cast<uint32_t>(random_.below(3))};
+    const int64_t n = random_.between(1, 2);
+    twins_.ask("kvc_clear_namespaces",
+               [&](kvc_manager* manager) { return kvc_clear_namespaces(manager, ns, n, retire); });
 }
 
 void Lives::give_everything_back() {

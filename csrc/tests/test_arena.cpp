@@ -293,7 +293,9 @@ class Run : public model::Follower {
         mine_.clear();
     }
     void forget(int ns) {
-        ns == kNone ? arena_.forget_all() : arena_.forget(static_cast<uint32_t>(ns));
+        kvc::NamespaceCounts chosen;  // with one that has no keys
+        for (const int one : {ns, 7}) chosen.add(static_cast<uint32_t>(one));
+        ns == kNone ? arena_.forget_all() : arena_.forget(chosen);
         if (ns == kNone) model_.ghosts.clear();
         for (int c = 0; c < model_.classes(); ++c) {
             const auto pages = model_.pages[c];

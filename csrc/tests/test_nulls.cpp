@@ -235,6 +235,8 @@ std::vector<Case> reading_cases(Rig& r) {
         {"kvc_get_class_stats", kBad, [&] { return kvc_get_class_stats(r.manager, 0, no); }},
         {"kvc_get_group_stats", kBad, [&] { return kvc_get_group_stats(r.manager, 0, no); }},
         {"kvc_namespace_use", kBad, [&] { return kvc_namespace_use(r.manager, 0, no); }},
+        {"kvc_clear_namespaces", kBad, [&] { return kvc_clear_namespaces(r.manager, no, 1, 0); }},
+        {"kvc_clear_namespaces, none", KVC_OK, [&] { return kvc_clear_namespaces(r.manager, no, 0, 0); }},
         {"kvc_blockage", kBad, [&] { return kvc_blockage(r.manager, r.handle, no); }},
         {"kvc_holes, n", kBad, [&] { return kvc_holes(r.manager, r.handle, 0, no, 0, no); }},
         {"kvc_holes, blocks", kBad, [&] { return kvc_holes(r.manager, r.handle, 0, no, 1, &number); }},

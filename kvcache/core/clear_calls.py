@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from kvcache.core.errors import ConfigError
 from kvcache.core.event_calls import EventCalls
 from kvcache.core.hashing import MAX_EPOCH, Fingerprint
@@ -19,7 +21,7 @@ class ClearCalls(EventCalls):
         return self._namespaces.fingerprint
 
     def clear(self, *, salt: str | None = None, lora: str | None = None) -> None:
-        """Forget every key, or those of one salt or one adapter. O(pages).
+        """Forget every key, or those of one salt or one adapter. One pass over the pages.
 
         Requests that hold pages run on, and leave no keys until they start anew.
         """
@@ -33,8 +35,9 @@ class ClearCalls(EventCalls):
         if salt is None and lora is None:
             self._call(self._lib.kvc_clear, retire)
             return
-        for number in list(self._namespaces.matching(salt, lora)):
-            self._call(self._lib.kvc_clear_namespace, number, retire)
+        numbers = np.array(self._namespaces.matching(salt, lora), np.uint32)
+        rows = self._buffer("uint32_t", numbers)
+        self._call(self._lib.kvc_clear_namespaces, rows, len(numbers), retire)
 
     def set_lora_version(self, lora: str, version: str) -> None:
         """The adapter was loaded again, with other weights: nothing of before is found any more.

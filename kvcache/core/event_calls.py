@@ -122,5 +122,6 @@ class EventCalls(TierCalls):
 
 def request_label(session: str, media: Sequence[Media]) -> RequestLabel:
     """What events say of a request beside its keys."""
-    spans = tuple(MediaSpan(m.identifier, m.offset_tokens, m.length_tokens) for m in media)
+    ordered = sorted(media, key=lambda item: item.offset_tokens)
+    spans = tuple(MediaSpan(m.identifier, m.offset_tokens, m.length_tokens) for m in ordered)
     return RequestLabel(text(session, "session") or None, spans)

@@ -35,7 +35,7 @@ from kvcache.core.records import (
     Hit,
 )
 from kvcache.core.retain import PlanArrays, RetentionPolicy, TurnShape, plan_of, require_policy
-from kvcache.core.values import flag, sequence, shown, whole
+from kvcache.core.values import flag, index_seed, sequence, shown, whole
 
 
 class Manager(ClearCalls):
@@ -55,7 +55,8 @@ class Manager(ClearCalls):
             memory from another one costs it more of its cache.
         journal: whether `take_keyed` will be read (64 bytes for each page that gets a key).
         events: whether `take_events` will be read.
-        seed: of the index's hash function.
+        seed: of the index's hash function; None: a random one, so that nobody can choose foreign
+            keys that collide in it. No hit depends on it.
 
     Not thread-safe: two threads in it at once raise `MisuseError`. All calls are O(new tokens)
     unless they say otherwise; none calls Python per block.
@@ -72,7 +73,7 @@ class Manager(ClearCalls):
         movable: bool = False,
         journal: bool = True,
         events: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         if not isinstance(geometry, Geometry):
             raise ConfigError(f"geometry is {shown(geometry)}: give a Geometry")
@@ -86,7 +87,7 @@ class Manager(ClearCalls):
             movable=flag(movable, "movable"),
             journal=flag(journal, "journal"),
             events=flag(events, "events"),
-            seed=whole(seed, "seed", most=2**64 - 1) & (2**64 - 1),
+            seed=index_seed(seed, "seed"),
         )
         self.retention = retention
         self._namespaces = Namespaces(

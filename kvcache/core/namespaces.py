@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvcache.core.events.labels import NamespaceLabel
@@ -14,6 +14,10 @@ KEPT_NAMESPACES = 1024
 
 _LOOKED_AT = 32
 """Numbers that one new root looks at, to find an unused one."""
+
+_NOT_LOOKING = 7
+"""Roots after one that found none that do not look: four numbers a root on average. With more of
+them the list might grow as fast as the search goes through it, and never be searched to its end."""
 
 
 class Namespace(NamedTuple):
@@ -58,6 +62,7 @@ class Namespaces:
         self._numbers: dict[Namespace, int] = {}
         self._versions: dict[str, str] = {}
         self._next = 0
+        self._unlooked = 0
 
     def number(self, *, salt: str, lora: str, foreign: bool) -> int:
         """The number of a root, new where it has none."""
@@ -95,17 +100,23 @@ class Namespaces:
     def _unused(self) -> int:
         if len(self.entries) < KEPT_NAMESPACES:
             return -1
+        if self._unlooked:
+            self._unlooked -= 1
+            return -1
         for _ in range(_LOOKED_AT):
             self._next = (self._next + 1) % len(self.entries)
             if not self._uses(self._next):
                 return self._next
+        self._unlooked = _NOT_LOOKING
         return -1
 
-    def matching(self, salt: str | None, lora: str | None) -> Iterator[int]:
+    def matching(self, salt: str | None, lora: str | None) -> list[int]:
         """Numbers of all roots with this salt and this adapter; None: any."""
-        for entry, number in self._numbers.items():
-            if salt in {None, entry.salt} and lora in {None, entry.lora}:
-                yield number
+        return [
+            number
+            for entry, number in self._numbers.items()
+            if salt in {None, entry.salt} and lora in {None, entry.lora}
+        ]
 
     def of_digest(self, outside: bytes) -> list[int]:
         """Numbers under which keys of an outside namespace may be filed."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError
 from kvcache.core.records import PoolStats
-from kvcache.core.values import whole
+from kvcache.core.values import index_seed, whole
 
 __all__ = ["POOL_EVENT_DTYPE", "POOL_LOST", "POOL_REMOVED", "POOL_STORED", "PagePool", "PoolStats"]
 
@@ -30,16 +30,15 @@ class PagePool:
 
     Args:
         capacity: pages that may exist.
-        seed: of the index's hash function.
+        seed: of the index's hash function; None: a random one, as in `Manager`.
         journal: events that may wait for `take_events`, 40 bytes each; 0: none are kept.
     """
 
-    def __init__(self, capacity: int, *, seed: int = 0, journal: int = 0) -> None:
+    def __init__(self, capacity: int, *, seed: int | None = None, journal: int = 0) -> None:
         self._ffi, self._lib = native.load()
         out = self._ffi.new("kvc_pool**")
         capacity = whole(capacity, "PagePool.capacity")
-        seed = whole(seed, "PagePool.seed", most=2**64 - 1) & (2**64 - 1)
-        native.call(self._lib.kvc_pool_new, capacity, seed, out)
+        native.call(self._lib.kvc_pool_new, capacity, index_seed(seed, "PagePool.seed"), out)
         self._native = self._ffi.gc(out[0], self._lib.kvc_pool_free)
         native.call(self._lib.kvc_pool_journal, self._native, whole(journal, "PagePool.journal"))
         self.capacity = capacity

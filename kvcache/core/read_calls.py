@@ -32,7 +32,8 @@ class ReadCalls(NativeManager):
 
     def __init__(self, geometry: Geometry, slabs: int, **settings: Any) -> None:
         super().__init__(geometry, slabs, **settings)
-        self._chains: dict[int, NDArray[np.uint8]] = {}
+        self._chains: dict[int, tuple[NDArray[np.uint8], int]] = {}
+        """Links that were read, with room for more, and how many there are, by request."""
 
     @property
     def namespaces(self) -> list[bytes]:
@@ -87,22 +88,28 @@ class ReadCalls(NativeManager):
             cap = int(n[0])
 
     def digests(self, handle: int) -> NDArray[np.uint8]:
-        """The request's chain, `[units, 32]`, read-only. Copied once, and what is new when it grew."""
-        known = self._chains.get(values.whole(handle, "handle"), _NO_DIGESTS)
-        n, cap = self._ffi.new("int64_t*"), 0
+        """The request's chain, `[units, 32]`, read-only.
+
+        What is new since the last call is copied, to where there is room for as much again: a chain
+        that is read as it grows costs its length, and memory for twice of it.
+        """
+        number = values.whole(handle, "handle")
+        rows, known = self._chains.get(number, (_NO_DIGESTS, 0))
+        n = self._ffi.new("int64_t*")
         while True:
-            rows = np.empty((cap, 32), np.uint8)
+            room = rows[known:]
             self._call(
-                self._lib.kvc_digests, handle, len(known), self._buffer("uint8_t", rows), cap, n
+                self._lib.kvc_digests, number, known, self._buffer("uint8_t", room), len(room), n
             )
-            if n[0] <= cap:
+            if n[0] <= len(room):
                 break
-            cap = n[0]
-        if n[0]:
-            known = np.concatenate([known, rows[: n[0]]])
-            known.flags.writeable = False
-        self._chains[handle] = known
-        return known
+            more = np.empty((max(known + n[0], 2 * known), 32), np.uint8)
+            more[:known] = rows[:known]
+            rows = more
+        self._chains[number] = rows, known + n[0]
+        chain = rows[: known + n[0]]
+        chain.flags.writeable = False
+        return chain
 
     def group_digests(self, handle: int) -> list[NDArray[np.uint8]]:
         """Keys of each group, one row per block or grid point; views into `digests` where it can."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+import secrets
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -29,6 +30,13 @@ def whole(value: object, what: str, *, least: int = LEAST, most: int = MOST) -> 
     if not least <= number <= most:
         raise ConfigError(f"{what} is {shown(number)}: it must be from {least} to {most}")
     return number
+
+
+def index_seed(seed: object, what: str) -> int:
+    """What an index's hash function starts from, 64 bits: drawn at random for None."""
+    if seed is None:
+        return secrets.randbits(64)
+    return whole(seed, what, most=2**64 - 1) & (2**64 - 1)
 
 
 def flag(value: object, what: str) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from core.managing import FULL, hit, run, text
+from core.managing import FULL, compute, hit, run, text
 
 from kvcache.core.errors import ConfigError
 from kvcache.core.hashing import Fingerprint
@@ -132,3 +133,54 @@ def test_an_earlier_epoch_has_its_keys_again_and_the_device_has_forgotten_them()
 def test_a_fingerprint_of_the_wrong_type_is_refused_when_it_is_made(fields: Any) -> None:
     with pytest.raises(ConfigError, match=f"Fingerprint.{next(iter(fields))}"):
         Fingerprint(**fields)
+
+
+class Counting:
+    """A library whose calls are counted by name."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self._library, name)
+
+
+def with_salts(salts: int) -> Manager:
+    """An adapter that was used under many salts, another one under half of them."""
+    manager = Manager(FULL, slabs=UNLIMITED, retention=Sparse(), journal=True)
+    for salt in range(salts):
+        run(manager, PROMPT, lora="a", salt=str(salt))
+        if salt % 2:
+            run(manager, PROMPT, lora="b", salt=str(salt))
+    return manager
+
+
+@pytest.mark.parametrize("retire", [False, True])
+def test_an_adapter_of_many_salts_is_cleared_in_one_call(retire: bool) -> None:
+    salts = 40
+    manager = with_salts(salts)
+    runs_on = manager.open(PROMPT, lora="a", salt="0")
+    compute(manager, runs_on, len(PROMPT))
+    manager._lib = counting = Counting(manager._lib)
+    if retire:
+        manager.set_lora_version("a", "v1")
+    else:
+        manager.clear(lora="a")
+    assert counting.calls == {"kvc_clear_namespaces": 1}
+    manager.finish(runs_on)  # leaves no keys
+    assert manager.group_stats(0).keyed == salts // 2 * (len(PROMPT) // 4)
+    assert [hit(manager, PROMPT, lora="b", salt=str(salt)) for salt in range(salts)] == [0, 8] * (
+        salts // 2
+    )
+    assert {hit(manager, PROMPT, lora="a", salt=str(salt)) for salt in range(salts)} == {0}
+    assert len(manager.take_keyed()) == salts // 2 * (len(PROMPT) // 4)  # those of "a" are gone too
+    manager.check()
+
+
+def test_clearing_what_was_never_used_does_nothing() -> None:
+    manager = filled()
+    manager.clear(lora="c")
+    manager.clear(salt="nobody's")
+    assert hits(manager) == [8, 8, 8]

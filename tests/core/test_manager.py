@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -76,6 +77,24 @@ def test_group_digests_are_every_last_link_of_a_block() -> None:
 def test_a_manager_that_cannot_work_is_a_named_error(slabs: int, steps: int) -> None:
     with pytest.raises(ConfigError):
         Manager(HYBRID, slabs=slabs, retention=Sparse(), max_open_steps=steps)
+
+
+def test_a_chain_that_is_read_as_it_grows_is_copied_now_and_then() -> None:
+    m = full()
+    handle = m.open(text(9), max_tokens=4096)
+    read = [m.digests(handle)]
+    for first in range(9, 4096):
+        m.extend(handle, [first])
+        if first % 4 == 0:
+            read.append(m.digests(handle))
+    whole = hash_chain(m._namespaces.entries[0].root, as_tokens(text(4096)), 4)
+    assert len(read[-1]) == 1023
+    for chain in read:
+        assert np.array_equal(chain, whole[: len(chain)])
+        assert not chain.flags.writeable
+    copies = sum(not np.shares_memory(a[:1], b[:1]) for a, b in pairwise(read))
+    assert copies <= 10
+    assert np.shares_memory(m.digests(handle), m.digests(handle))
 
 
 def test_a_policy_off_the_grid_is_refused_at_open_and_leaves_nothing_open() -> None:

@@ -20,6 +20,7 @@ from core.managing import (
 )
 
 from kvcache import Manager, Sparse
+from kvcache.core.errors import CapacityError, ConfigError
 from kvcache.core.events.runs import StoredRun
 from kvcache.core.records import UNLIMITED
 
@@ -281,3 +282,37 @@ def test_pages_are_unpinned_in_any_order_and_keep_their_places() -> None:
     run(m, text(24, 200))  # takes six of eight pages, the tails of the older prompt first
     assert hit(m, text(17)) == 0
     assert hit(m, text(17, 100)) == 8
+
+
+def test_a_namespace_is_used_by_its_requests_loads_keys_and_records() -> None:
+    m = full(slabs=8)
+    other = m.open(text(5), salt="other")
+
+    def uses() -> list[int]:
+        m.check()
+        return [m._namespace_use(number) for number in range(3)]
+
+    assert uses() == [1, 0, 0]
+    first, second = m.open(text(9), salt="s"), m.open(text(9), salt="s")
+    assert uses() == [1, 2, 0]
+    with pytest.raises(CapacityError):
+        m.open(text(9), salt="s", max_tokens=1000)
+    with pytest.raises(ConfigError):
+        m.open(text(9), salt="s", max_tokens=1)
+    assert uses() == [1, 2, 0]
+    m.lookup(first, all_present(m, 9))
+    load = granted(m.allocate(first, 0)).load
+    assert uses() == [1, 2 + 1 + 2, 0]  # with the load and its two pending keys
+    m.abort(first)
+    assert uses() == [1, 1 + 1 + 2, 0]
+    m.end_load(load, np.ones(2, np.uint8))
+    assert uses() == [1, 1 + 2, 0]
+    run(m, text(13), salt="s")
+    assert uses() == [1, 1 + 3 + 1, 0]  # a tier may be told of the third key
+    assert len(m.take_keyed()) == 1
+    assert uses() == [1, 1 + 3, 0]
+    m.clear(salt="s")
+    assert uses() == [1, 1, 0]
+    m.finish(second)
+    m.abort(other)
+    assert uses() == [0, 0, 0]

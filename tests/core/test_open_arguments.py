@@ -288,6 +288,20 @@ def test_events_tell_the_identifier_as_it_was_given() -> None:
     assert stored.extra_keys == ((("cat", 2),), None)
 
 
+def test_events_tell_of_media_in_the_order_of_the_prompt() -> None:
+    manager = Manager(FULL, slabs=UNLIMITED, retention=Sparse(), events=True)
+    items = [image(offset_tokens=offset, length_tokens=1) for offset in (7, 1, 4, 3)]
+    handle = manager.open(text(9), media=items)
+    manager.lookup(handle)
+    step = manager.begin_step()
+    assert manager.allocate(handle, 9)
+    manager.commit(handle, 9)
+    manager.end_step(step)
+    (stored,) = manager.take_events()
+    assert isinstance(stored, BlockStored)
+    assert stored.extra_keys == ((("cat", 1), ("cat", 3)), (("cat", 0), ("cat", 3)))
+
+
 # ---- features that are off -------------------------------------------------------------------------
 
 

@@ -431,7 +431,7 @@ def test_numbers_of_pages_are_whole_numbers(count: Any) -> None:
     with pytest.raises(ConfigError, match="count of pages"):
         pool.take(count)
     for field in ("seed", "journal"):
-        if count != 2**70:
+        if count != 2**70 and (field, count) != ("seed", None):
             with pytest.raises(ConfigError, match=f"PagePool.{field}"):
                 PagePool(4, **{field: count})
     with pytest.raises(ConfigError, match=r"PagePool\.capacity"):

@@ -30,6 +30,7 @@ from kvcache.core.events import (
     to_events,
 )
 from kvcache.core.events.decode import MAX_PAYLOAD_BYTES
+from kvcache.core.events.labels import extra_keys
 from kvcache.core.events.pieces import MAX_STORED_HASHES, MAX_STORED_TOKENS, pieces
 from kvcache.core.events.runs import MAX_REMOVED_HASHES
 
@@ -300,3 +301,66 @@ def test_foreign_keys_carry_their_namespace_and_need_no_tokens() -> None:
     assert isinstance(event, BlockStored)
     assert (event.namespace, event.token_ids) == (b"n" * 32, ())
     assert len(event.block_hashes) == 2
+
+
+def naive_extra_keys(
+    start: int, blocks: int, size: int, namespace: NamespaceLabel, media: Sequence[MediaSpan]
+) -> tuple[tuple[object, ...] | None, ...] | None:
+    """Each block asks each item whether it overlaps."""
+    entries = []
+    for first in range(start, start + blocks * size, size):
+        entry: list[object] = [namespace.lora_name] if namespace.lora_name else []
+        for name, offset, length in media:
+            if set(range(offset, offset + length)) & set(range(first, first + size)):
+                entry.append((name, offset - first))
+        if namespace.salt and not first:
+            entry.append(namespace.salt)
+        entries.append(tuple(entry) or None)
+    return tuple(entries) if any(entries) else None
+
+
+@given(
+    gaps=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 11)), max_size=12),
+    start=st.integers(0, 12),
+    blocks=st.integers(1, 12),
+    size=st.sampled_from([1, 2, 4]),
+    namespace=st.builds(
+        NamespaceLabel,
+        lora_name=st.sampled_from([None, "adapter"]),
+        salt=st.sampled_from(["", "s"]),
+    ),
+)
+def test_each_block_names_the_media_in_it(
+    gaps: list[tuple[int, int]], start: int, blocks: int, size: int, namespace: NamespaceLabel
+) -> None:
+    """Whatever the items' lengths, and wherever in the prompt the run begins."""
+    media, at = [], 0
+    for i, (gap, length) in enumerate(gaps):
+        media.append(MediaSpan(f"item {i}", at + gap, length))
+        at += gap + length
+    request = RequestLabel(None, tuple(media))
+    found = extra_keys(start * size, blocks, size, namespace, request)
+    assert found == naive_extra_keys(start * size, blocks, size, namespace, media)
+
+
+class Asked(MediaSpan):
+    """A span that counts how often it is looked at."""
+
+    looks = 0
+
+    @property
+    def offset_tokens(self) -> int:  # type: ignore[override]
+        Asked.looks += 1
+        return self[1]
+
+
+def test_the_media_of_other_blocks_are_not_gone_through() -> None:
+    items = 4096
+    media = tuple(Asked(f"item {i}", 8 * i, 4) for i in range(items))
+    request = RequestLabel(None, media)
+    for start in (0, 8 * items // 2, 8 * (items - 64)):
+        Asked.looks = 0
+        found = extra_keys(start, 128, BLOCK, NamespaceLabel(), request)
+        assert found
+        assert sum(entry is not None for entry in found) == 64
+        assert Asked.looks <= 5 * (128 + 64)

@@ -143,8 +143,7 @@ def _check_refusal(engine: Engine, request: Request, before: Before, adopted: se
         return
     younger = engine.requests[engine.requests.index(request) + 1 :]
     assert why in ("preempt", "wait", "restart")
-    if why == "preempt":
-        assert any(r.state != "waiting" for r in younger), "there is nobody to preempt"
+    assert (why == "preempt") == any(r.state != "waiting" for r in younger), "whom to preempt"
     if oldest:
         engine.frozen = request
         if why == "wait":

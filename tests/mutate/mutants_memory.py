@@ -178,8 +178,15 @@ MEMORY = [
     Mutant(
         "a declared window is kept but for its first block",
         "csrc/keys.cpp",
-        "const int64_t begin = declared ? g.need_begin(position) : std::max(g.need_begin(position), keyed);",
-        "const int64_t begin = std::max(g.need_begin(position) + declared * g.block_tokens, keyed * !declared);",
+        "std::max(g.need_begin(position), declared ? walked->declared : keyed);",
+        "std::max(g.need_begin(position) + declared * g.block_tokens, declared ? 0 : keyed);",
+        (PASSED,),
+    ),
+    Mutant(
+        "what lies between a kept position and a declared one after it is not marked",
+        "csrc/keys.cpp",
+        "    if (declared) walked->declared = position;\n",
+        "    walked->declared = position;\n",
         (PASSED,),
     ),
     Mutant(

@@ -6,6 +6,7 @@ names on the wire.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -47,6 +48,7 @@ class RequestLabel(NamedTuple):
 
     session_id: str | None = None
     media: tuple[MediaSpan, ...] = ()
+    """In the order in which they stand in the prompt; they do not overlap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,20 +70,26 @@ def extra_keys(
     """One entry for each of `blocks` blocks from token `start` on; None if all are empty.
 
     Contents and order are vLLM's: LoRA name, (media id, offset seen from the block), cache salt in
-    the first block of a prompt. Cost: blocks * media.
+    the first block of a prompt. Cost: blocks, the media in them, and a search for the first of those.
     """
     if not (namespace.lora_name or request.media or (namespace.salt and start == 0)):
         return None
+    media = request.media
+    at = bisect_right(media, start, key=_end)
     entries: list[ExtraKeys] = []
     for first in range(start, start + blocks * block_tokens, block_tokens):
         keys: list[object] = [namespace.lora_name] if namespace.lora_name else []
-        keys += [
-            (span.identifier, span.offset_tokens - first)
-            for span in request.media
-            if span.offset_tokens < first + block_tokens
-            and span.offset_tokens + span.length_tokens > first
-        ]
+        while at < len(media) and _end(media[at]) <= first:
+            at += 1
+        for i in range(at, len(media)):
+            if media[i].offset_tokens >= first + block_tokens:
+                break
+            keys.append((media[i].identifier, media[i].offset_tokens - first))
         if first == 0 and namespace.salt:
             keys.append(namespace.salt)
         entries.append(tuple(keys) or None)
     return tuple(entries) if any(entries) else None
+
+
+def _end(span: MediaSpan) -> int:
+    return span.offset_tokens + span.length_tokens
