@@ -2,6 +2,7 @@
 #include "manager.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <numeric>
 
@@ -10,6 +11,11 @@
 namespace kvc {
 
 using L = long long;
+
+int64_t now_ns() {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
 
 namespace {
 std::vector<int32_t> classes_of(const kvc_config& config, const kvc_group* groups) {
@@ -28,6 +34,7 @@ Manager::Manager(const kvc_config& config, const kvc_group* groups)
       max_open_steps_(config.max_open_steps),
       chain_(compress_function(ShaPath::kBest)),
       arena_(config.slabs, pages_per_slab_, classes_of(config, groups), config.movable != 0, config.seed, this),
+      history_(config.history_tokens),
       journal_(config.journal != 0),
       events_(config.events != 0) {
     for (int32_t g = 0; g < n_groups_; ++g) {
@@ -206,16 +213,20 @@ int32_t Manager::namespace_use(uint32_t ns, int64_t* uses) {
 // Requests that hold pages run on, and leave no keys until they start anew; retired ones never.
 void Manager::mute(Request& r, bool retire) {
     r.muted |= r.state != RequestState::kWaiting;
+    r.cleared = tick_;
     r.retired |= retire;
     if (!retire) return;
     r.looked_up = false;  // what it found is of the old root
     r.hit = r.hit_left = 0;
     r.present.clear();
+    r.losses.current = false;
 }
 
 int32_t Manager::clear(bool retire) {
+    ++tick_;
     for (const Slot& slot : slots_)
         if (slot.request) mute(*slot.request, retire);
+    history_.each([&](Content& content) { content.cleared = tick_; });
     for (auto& [id, load] : loads_) load.muted = true;
     arena_.forget_all();
     keyed_.clear();
@@ -224,8 +235,12 @@ int32_t Manager::clear(bool retire) {
 }
 
 int32_t Manager::clear_namespace(uint32_t ns, bool retire) {
+    ++tick_;
     for (const Slot& slot : slots_)
         if (slot.request && slot.request->ns == ns) mute(*slot.request, retire);
+    history_.each([&](Content& content) {
+        if (content.ns == ns) content.cleared = tick_;
+    });
     for (auto& [id, load] : loads_)
         if (!load.items.empty() && load.items[0].ns == ns) load.muted = true;
     arena_.forget(ns);

@@ -89,6 +89,15 @@ int32_t kvc_lookup(kvc_manager* manager, int64_t handle, const uint8_t* const* p
     });
 }
 
+int32_t kvc_explain(kvc_manager* manager, int64_t handle, const uint8_t* const* elsewhere, const int64_t* n_elsewhere,
+                    kvc_explained* out, kvc_loss* losses, int64_t cap, int64_t* n) {
+    return enter(manager, [&](kvc::Manager& m) {
+        if (const auto status = not_null("out", out, "n", n)) return status;
+        if (const auto status = check_array("losses", losses, cap)) return status;
+        return m.explain(handle, elsewhere, n_elsewhere, out, losses, cap, n);
+    });
+}
+
 int32_t kvc_need(kvc_manager* manager, int64_t handle, int64_t n_tokens, int64_t n_drafts, int64_t* pages) {
     return enter(manager, [&](kvc::Manager& m) {
         const auto status = not_null("pages", pages);
@@ -170,7 +179,7 @@ int32_t kvc_extend_many(kvc_manager* manager, const int64_t* handles, const int3
 }
 
 int32_t kvc_finish(kvc_manager* manager, int64_t handle) {
-    return enter(manager, [&](kvc::Manager& m) { return m.close(handle); });
+    return enter(manager, [&](kvc::Manager& m) { return m.close(handle, false); });
 }
 
 int32_t kvc_preempt(kvc_manager* manager, int64_t handle) {
@@ -178,7 +187,7 @@ int32_t kvc_preempt(kvc_manager* manager, int64_t handle) {
 }
 
 int32_t kvc_abort(kvc_manager* manager, int64_t handle) {
-    return enter(manager, [&](kvc::Manager& m) { return m.close(handle); });
+    return enter(manager, [&](kvc::Manager& m) { return m.close(handle, true); });
 }
 
 int32_t kvc_info(kvc_manager* manager, int64_t handle, kvc_request_info* out) {

@@ -67,6 +67,8 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
     auto request = std::make_unique<Request>();
     Request& r = *request;
     r.ns = args.ns;
+    r.session = args.session;
+    if (args.root) std::memcpy(r.root.bytes, args.root, 32);
     r.foreign = args.tokens == nullptr;
     r.max_tokens = args.max_tokens;
     r.needs = class_needs(args.max_tokens);
@@ -83,7 +85,6 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
         r.digests.resize(static_cast<size_t>(args.n_digests));
         if (args.n_digests) std::memcpy(r.digests.data(), args.digests, r.digests.size() * 32);
     } else {
-        std::memcpy(r.root.bytes, args.root, 32);
         const int64_t soon = std::min(args.max_tokens, args.n_tokens + args.n_tokens / 32 + kFirstOutput);
         r.tokens.reserve(static_cast<size_t>(soon));
         r.digests.reserve(static_cast<size_t>(soon / unit_));
@@ -97,6 +98,7 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
     }
     if (static_cast<int64_t>(by_age_.size()) > 2 * open_requests_ + 64)
         std::erase_if(by_age_, [&](int64_t old) { return !find(old); });
+    r.since = first_episode(r.ns, r.root);
     by_age_.push_back(0);
     const size_t index = free_slots_.back();
     free_slots_.pop_back();
@@ -107,6 +109,16 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
     *handle = r.handle;
     ++open_requests_;
     return KVC_OK;
+}
+
+// Evictions before this episode say nothing of the root: its number was another one's then.
+uint64_t Manager::first_episode(uint32_t ns, const Digest& root) {
+    const auto [at, added] = roots_.try_emplace(ns, Root{root, 0});
+    if (!added && at->second.root != root) {
+        at->second = {root, arena_.next_episode()};
+        history_.forget(ns);
+    }
+    return at->second.since;
 }
 
 // ---- tokens and keys ------------------------------------------------------------------------------------------------
