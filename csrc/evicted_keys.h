@@ -28,8 +28,9 @@ class EvictedKeys {
     void prepare(int64_t pages) {
         if (entries_.size()) return;
         const size_t places = static_cast<size_t>(std::clamp<int64_t>(pages, 1, int64_t{1} << 40)) / 4 * 3;
-        ZeroedArray<Episode> ring(std::bit_ceil(std::clamp(places / 8, kFewestEpisodes, kMostEpisodes)));
-        entries_ = ZeroedArray<uint64_t>(std::clamp(places, kFewest, kMost) / kWays * kWays);
+        const size_t entries = std::clamp(places, kFewest, kMost) / kWays * kWays;
+        ZeroedArray<Episode> ring(std::min(std::bit_ceil(entries / 4), kMostEpisodes));
+        entries_ = ZeroedArray<uint64_t>(entries);
         ring_ = std::move(ring);
     }
     // What is added from now on belongs to a new episode.
@@ -74,7 +75,6 @@ class EvictedKeys {
     static constexpr size_t kWays = 4;
     static constexpr size_t kFewest = size_t{1} << 14;
     static constexpr size_t kMost = size_t{1} << 22;
-    static constexpr size_t kFewestEpisodes = size_t{1} << 8;
     static constexpr size_t kMostEpisodes = size_t{1} << 16;
     static constexpr uint64_t kEpisodeMask = (uint64_t{1} << 24) - 1;
 
