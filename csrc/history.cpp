@@ -34,7 +34,12 @@ void History::add(Content&& content) noexcept {
     }
     int32_t& known = newest_of_[content.session % kSessions];
     if (content.session && known >= 0 && at(known).content.closed && continues(at(known), content)) {
-        content.reached = std::max(content.reached, at(known).content.reached);  // the same content, computed before
+        const Content& before = at(known).content;  // the same content, computed before
+        content.reached = std::max(content.reached, before.reached);
+        if (!content.started) {
+            content.started = before.started;
+            content.ended = before.ended;
+        }
         drop(known);
     }
     const int32_t place = unused_.back();

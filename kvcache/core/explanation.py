@@ -189,6 +189,14 @@ class Explanation(NamedTuple):
             sums[loss.cause] += loss.tokens
         return sums
 
+    def with_reason(self, reason: str) -> Explanation:
+        """The same, with why what lies elsewhere was not loaded."""
+        losses = (
+            loss._replace(evidence=Elsewhere(reason)) if loss.cause == "elsewhere" else loss
+            for loss in self.losses
+        )
+        return self._replace(losses=tuple(losses))
+
     def text(self, decode: Decode | None = None) -> str:
         """In words, one line for each loss. `decode`: shows tokens as text instead of numbers."""
         from kvcache.core.explain_words import describe  # noqa: PLC0415 (it needs these classes)
