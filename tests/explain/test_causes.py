@@ -257,6 +257,18 @@ def test_an_open_request_had_not_computed_it_when_this_one_was_looked_up(compute
     assert (loss.start, loss.end, loss.evidence.why) == (computed, 20, "uncomputed")
 
 
+def test_a_request_that_came_later_explains_nothing() -> None:
+    m = full()
+    serve(m, text(10))
+    handle = m.open(text(24))
+    before = look_up(m, handle)
+    assert regions(before)[0] == ("not_stored", 8, 20)
+    serve(m, [*text(14), *text(10, 500)])
+    assert [(loss.cause, loss.evidence) for loss in m.explain(handle).losses] == [
+        (loss.cause, loss.evidence) for loss in before.losses
+    ]
+
+
 def test_a_clear_drops_keys() -> None:
     m = full()
     serve(m, text(24), salt="x")
@@ -342,11 +354,11 @@ def test_foreign_keys_tell_the_first_block_that_differs() -> None:
 
 def test_a_conversation_is_remembered_by_its_last_turn() -> None:
     m = Manager(FULL, slabs=UNLIMITED, retention=Sparse(), history_tokens=100)
+    other = serve(m, text(24, 7000), session="another")
     conversation = text(20)
     for turn in range(1, 5):
         last = serve(m, conversation, session="chat")
         conversation = [*conversation, *text(16, 100 * turn)]
-    other = serve(m, text(24, 7000), session="another")
     found = explain(m, [*conversation[:30], 5, 6, 7, 8], session="third")
     evidence = only(found, "tokens_differ").evidence
     assert isinstance(evidence, TokensDiffer)
