@@ -359,11 +359,11 @@ def test_a_conversation_is_remembered_by_its_last_turn() -> None:
     for turn in range(1, 5):
         last = serve(m, conversation, session="chat")
         conversation = [*conversation, *text(16, 100 * turn)]
-    found = explain(m, [*conversation[:30], 5, 6, 7, 8], session="third")
+    found = look_up(m, m.open([*conversation[:30], 5, 6, 7, 8], session="third"))
     evidence = only(found, "tokens_differ").evidence
     assert isinstance(evidence, TokensDiffer)
     assert (evidence.other.handle, evidence.other.tokens) == (last, 68)
-    found = explain(m, [*text(5, 7000), *text(9)])
+    found = look_up(m, m.open([*text(5, 7000), *text(9)]))
     assert only(found, "tokens_differ").evidence.other.handle == other  # type: ignore[union-attr]
 
 
