@@ -60,5 +60,6 @@ def serve(m: Manager, tokens: Sequence[int], **how: Any) -> int:
 
 def only(explanation: Explanation, cause: str) -> Loss:
     """The one loss with this cause."""
-    (loss,) = [loss for loss in explanation.losses if loss.cause == cause]
-    return loss
+    found = [loss for loss in explanation.losses if loss.cause == cause]
+    assert len(found) == 1, explanation
+    return found[0]

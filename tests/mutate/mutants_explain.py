@@ -78,7 +78,6 @@ EXPLAIN = [
         "elsewhere=self._scheduler.holds(keys)",
         "elsewhere=None",
         (OFFLOAD + "test_a_load_that_cannot_be_made_is_told_as_the_reason",),
-        ("ValueError",),
     ),
     Mutant(
         "a salt stands in the words",
