@@ -166,7 +166,7 @@ def _not_stored(e: NotStored, *_: object) -> str:
                 "not stored under these keys; closed requests are not remembered: with"
                 " Manager(history_tokens=...) above 0 they can be compared"
             )
-        return "new content: no open or remembered request had it"
+        return "new content: no open or remembered request had computed it"
     if e.why == "retired":
         return (
             "the adapter or the weights changed since the request was opened: abort it and open it"
