@@ -1,7 +1,7 @@
 // The block manager: requests, their pages in every group, steps and loads.
 //
 // One file per part of a request's life: open.cpp (tokens, keys, what the policy keeps), lookup.cpp (longest common hit),
-// explain.cpp (why it was not longer),
+// explain.cpp and siblings.cpp (why it was not longer),
 // plan.cpp (where states are snapshotted), allocate.cpp (what a grant needs), adopt.cpp (its hit), grant.cpp (its pages),
 // steps.cpp (commit, end of step), keys.cpp (what becomes findable then), closing.cpp (giving pages back), loads.cpp
 // (tiers), events.cpp (what became findable or went), manager.cpp (reading, clear), manager_check.cpp.
@@ -109,7 +109,7 @@ class Manager final : private KeyListener {
     bool sparse_known(const Request& r, int64_t position) const;
     int64_t deepest_evicted(const Request& r, int32_t group, int64_t begin, int64_t limit) const;
 
-    // explain.cpp
+    // siblings.cpp
     struct Difference {
         enum Kind { kEnd, kExtra, kTokens } kind = kEnd;  // the shorter one ends; media or embeddings; tokens
         int64_t position = 0;                             // so many tokens are equal
@@ -120,15 +120,16 @@ class Manager final : private KeyListener {
         int64_t links = 0;
         Difference difference;
     };
-    using Maps = std::vector<std::span<const uint8_t>>;  // per group, as `present` of a lookup
     template <typename Visit>
     void each_other(const Request& r, Visit&& visit) const;
     Difference difference(const Request& r, const Content& other, int64_t links) const;
     int64_t common_links(const Request& r, const Content& other, int64_t known) const;
     static int64_t computed_before(const Sibling& other, uint64_t tick);
-    template <typename Wanted>
-    Sibling longest_common(const Request& r, Wanted&& wanted) const;
+    Sibling longest_common(const Request& r, bool running) const;
     Sibling longest_under_another_root(const Request& r, int64_t beyond) const;
+
+    // explain.cpp
+    using Maps = std::vector<std::span<const uint8_t>>;  // per group, as `present` of a lookup
     int64_t hit_elsewhere(const Request& r, const Maps& maps) const;
     void explain_evicted(const Request& r, kvc_loss* loss) const;
     void explain_pending(const Request& r, kvc_loss* loss) const;

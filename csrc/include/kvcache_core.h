@@ -225,9 +225,9 @@ typedef struct {
     int32_t told;  /* the kvc_cause that kvc_lookup counted them under */
     int32_t why;   /* kvc_why */
     int32_t group; /* EVICTED: of the first page that went; STATE: that had nothing for the full groups' hit; else -1 */
-    int64_t
-        position; /* EVICTED: first token of that page (or after how many tokens the state was); STATE: where the hit ends; TOKENS,
-                         KEY: of the first difference, KEY: -1 where the root is another one; else -1 */
+    /* -1, or EVICTED: first token of that page, or after how many tokens the state was; STATE: where the hit ends; TOKENS,
+     * KEY: where they differ first (KEY: -1 where the root is another one) */
+    int64_t position;
     int64_t evicted_ns;    /* EVICTED: so long ago; -1: not remembered */
     int64_t evicted_pages; /* ... and so many pages of all groups went from then on until the lookup */
     double evicted_slabs;  /* ... with the memory of so many slabs */
@@ -251,8 +251,8 @@ typedef struct {
     int64_t hit_tokens;
     int64_t full_tokens; /* where the hit of the full groups alone ended */
 } kvc_explained;
-/* Why the last kvc_lookup of a request, which may run by now, lost what it did: ascending, from hit_tokens to n_tokens. *n = how
- * many; writes at most cap. elsewhere: NULL, or as `present` of kvc_lookup: what somebody holds that was not asked. Others are
+/* Why the last kvc_lookup of a request, which may run by now, lost what it did: ascending, from hit_tokens to n_tokens.
+ * *n = how many; writes at most cap. elsewhere: NULL, or as `present` of kvc_lookup: what somebody holds that was not asked. Others are
  * known while they are open, and as long as kvc_config.history_tokens remembers them. O(known requests), and the common part
  * of requests with another root. */
 int32_t kvc_explain(kvc_manager* manager, int64_t handle, const uint8_t* const* elsewhere, const int64_t* n_elsewhere,

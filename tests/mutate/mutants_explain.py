@@ -32,14 +32,14 @@ EXPLAIN = [
     ),
     Mutant(
         "requests that came after the lookup explain it",
-        "csrc/explain.cpp",
+        "csrc/siblings.cpp",
         "return other.order <= r.losses.order && other.handle != r.handle;",
         "return other.handle != r.handle;",
         (CAUSES + "test_a_request_that_came_later_explains_nothing",),
     ),
     Mutant(
         "what was computed since counts as having been there",
-        "csrc/explain.cpp",
+        "csrc/siblings.cpp",
         "content.started < content.ended && content.ended < tick;",
         "content.started < content.ended && content.ended != tick;",
         (CAUSES + "test_an_open_request_had_not_computed_it_when_this_one_was_looked_up",),
@@ -67,7 +67,7 @@ EXPLAIN = [
     ),
     Mutant(
         "another image is taken for other tokens",
-        "csrc/explain.cpp",
+        "csrc/siblings.cpp",
         "if (extra < end && extra <= at) return {Difference::kExtra, extra};",
         "if (extra < 0) return {Difference::kExtra, extra};",
         (CAUSES + "test_another_image_is_another_key_from_its_place_on",),
