@@ -9,6 +9,9 @@ eviction policy alone (nothing is preempted, running requests do not compete for
 the reply are taken and given back like the others, but a trace has no keys for them: the last
 state that a request leaves is that of its prompt's last grid point. A replay copies nothing, so
 the moves of cached pages are counted and dropped.
+
+What each request lost is explained after its lookup; that takes time of its own, which is not the
+manager's, and all of it must add up to the prompt.
 """
 
 from __future__ import annotations
@@ -33,8 +36,10 @@ from kvcache.bench.replay_settings import (
 )
 from kvcache.bench.traces import TraceRequest
 from kvcache.core.errors import CapacityError, ConfigError, InvariantError
+from kvcache.core.explanation import Explanation
 from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
+from kvcache.core.records import LOSS_CAUSES, Hit
 
 _CHECK_PAGES_PER_REQUEST = 1024
 _CHECK_PAGES_PER_BLOCK = 1
@@ -91,6 +96,7 @@ class Replay:
         self._moved_bytes = 0
         self._peak_bytes = 0
         self._manager_seconds = 0.0
+        self._explain_seconds = 0.0
         self._checks = 0
         self._check_credit_pages = 0
 
@@ -106,14 +112,17 @@ class Replay:
 
     # ---- one request ---------------------------------------------------------------------------
 
-    def serve(self, request: TraceRequest) -> None:
-        """Play one request from open to finish."""
+    def serve(self, request: TraceRequest) -> Explanation:
+        """Play one request from open to finish; why it lost what it did."""
         prompt, output = request.prompt_tokens, request.output_tokens
         keys = request.blocks[self._merge - 1 :: self._merge]
         digests = foreign_digests(keys)
         started = time.perf_counter()
         handle = self._open(request, digests)
         hit = self._manager.lookup(handle)
+        looked_up = time.perf_counter()
+        explanation = self._manager.explain(handle)
+        self._explain_seconds += (explained := time.perf_counter()) - looked_up
         reused = self._compute(handle, hit.hit_tokens, prompt)
         if output > 1:  # the last token of a reply is never fed back
             self._manager.extend_foreign(handle, output)
@@ -126,17 +135,33 @@ class Replay:
         self._manager.finish(handle)
         end_states = self._new_states()
         self._drop_moves()
-        self._manager_seconds += computed - started + time.perf_counter() - finishing
-        if reused + sum(hit.lost.values()) != prompt:
-            raise InvariantError(
-                f"{self._path}, line {request.line}: {reused} hit and {hit.lost} lost tokens do not"
-                f" add up to a prompt of {prompt}"
-            )
+        self._manager_seconds += looked_up - started + computed - explained
+        self._manager_seconds += time.perf_counter() - finishing
+        self._require_sum(request, reused, hit, explanation)
         ideal = self._ideal.hit_tokens(keys, prompt)
         oracle = self._ask_oracle(request, keys)
         if request.counted:
-            served = Served(reused, ideal, oracle, policy_states, end_states, hit.lost)
+            lost = explanation.lost()
+            served = Served(reused, ideal, oracle, policy_states, end_states, lost)
             self._totals.add(request, served)
+        return explanation
+
+    def _require_sum(
+        self, request: TraceRequest, reused: int, hit: Hit, explanation: Explanation
+    ) -> None:
+        """Every token was hit, or has one cause: as the lookup counts them, and as they are explained."""
+        told = dict.fromkeys(LOSS_CAUSES, 0)
+        for loss in explanation.losses:
+            told[loss.told] += loss.tokens
+        lost = sum(explanation.lost().values())
+        if (
+            told != hit.lost
+            or not reused + lost == explanation.prompt_tokens == request.prompt_tokens
+        ):
+            raise InvariantError(
+                f"{self._path}, line {request.line}: {reused} hit and {hit.lost} lost tokens, explained"
+                f" as {explanation.lost()}, do not add up to a prompt of {request.prompt_tokens}"
+            )
 
     def _ask_oracle(self, request: TraceRequest, keys: NDArray[np.int64]) -> int:
         if self._oracle is None:
@@ -149,7 +174,10 @@ class Replay:
         tokens = request.prompt_tokens + request.output_tokens
         try:
             return self._manager.open_foreign(
-                digests, prompt_tokens=request.prompt_tokens, max_tokens=tokens
+                digests,
+                prompt_tokens=request.prompt_tokens,
+                max_tokens=tokens,
+                session=f"{request.session}/{request.agent}" if request.session else "",
             )
         except CapacityError as error:
             slabs = self._geometry.slabs_needed(tokens)
@@ -240,4 +268,5 @@ class Replay:
             "leaked_blocks": sum(size.held for size in arena.classes),
             "checks": self._checks,
             "manager_seconds": self._manager_seconds,
+            "explain_seconds": self._explain_seconds,
         }

@@ -9,8 +9,9 @@ from typing import Any
 
 from kvcache.bench.replay_settings import ReplaySettings
 from kvcache.bench.traces import TraceRequest
+from kvcache.core.explanation import CAUSES
 from kvcache.core.layout import Geometry
-from kvcache.core.records import LOSS_CAUSES, UNLIMITED
+from kvcache.core.records import UNLIMITED
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class Totals:
             "ideal_hit_rate": self.ideal_tokens / prompt,
             "oracle_hit_rate": self.oracle_tokens / prompt if oracle else None,
             "hit_rate_by_source": {"device": rate},
-            "lost_tokens_by_cause": {cause: self.lost[cause] for cause in LOSS_CAUSES},
+            "lost_tokens_by_cause": {cause: self.lost[cause] for cause in CAUSES},
             "checkpoints_per_request": self.policy_states / requests,
             "end_of_turn_checkpoints_per_request": self.end_of_turn_states / requests,
         }

@@ -182,6 +182,10 @@ class TierScheduler(ABC):
         At most 0.2 ms at 1M tokens when repeated without a change.
         """
 
+    def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:  # noqa: ARG002
+        """As `lookup`, but promises and pins nothing: for explanations. None: cannot be told."""
+        return None
+
     @abstractmethod
     def plan_load(self, request: int, wanted: KeyedPages) -> Transfer:
         """A load of keys that the last `lookup` of `request` reported, into the given pages.

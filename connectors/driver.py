@@ -61,6 +61,7 @@ from kvcache.connectors.offload_records import (
 )
 from kvcache.core.errors import ConfigError, HandleError, InvariantError, MisuseError
 from kvcache.core.events.records import Event
+from kvcache.core.explanation import Explanation
 from kvcache.core.manager import Manager
 from kvcache.core.records import Grant, Hit
 from kvcache.core.values import shown, wait_seconds, whole
@@ -165,6 +166,27 @@ class Offload:
             digests = [d[:n] for d, n in zip(keys.digests, rows, strict=True)]
             self._scheduler.lookup(keys._replace(digests=digests))  # replaces the pins
             self._held[keys.request] = Reach(self._stored, lengths, rows)
+
+    def explain(self, handle: int) -> Explanation:
+        """`Manager.explain`, with what the tier holds now though the last lookup did not find it there.
+
+        Such tokens are lost to `elsewhere`: a load failed, or the tier was not asked, or was told of
+        them since. Pins nothing. O(keys).
+
+        Raises:
+            MisuseError: the request was not looked up yet.
+        """
+        manager = self.manager
+        keys = RequestKeys(handle, manager.info(handle).namespace, manager.group_digests(handle))
+        explanation = manager.explain(handle, elsewhere=self._scheduler.holds(keys))
+        faults = self._faults.get(handle)
+        if faults is None:
+            reason = "the tier holds it now, and did not when it was looked up, or was not asked"
+        elif faults.loads < MAX_FAILED_LOADS:
+            reason = f"loads of this request failed ({faults.loads}), and their parts are not tried again"
+        else:
+            reason = f"{faults.loads} loads of this request failed: it is computed without the tier"
+        return explanation.with_reason(reason)
 
     def start_load(self, handle: int, grant: Grant) -> bool:
         """Submit the load that a request's first grant names; without one, end the tier's pins.

@@ -128,10 +128,7 @@ class PoolScheduler(TierScheduler):
         O(1) when nothing was stored or evicted since the request's last lookup, O(keys from the
         first missing one on) otherwise.
         """
-        if len(keys.digests) != len(self._pools):
-            raise ConfigError(
-                f"lookup has keys of {len(keys.digests)} groups: this tier has {len(self._pools)}"
-            )
+        self._require_groups(keys)
         signature = _signature(keys)
         versions = [pool.version for pool in self._pools]
         promise = self._promises.get(keys.request)
@@ -149,6 +146,21 @@ class PoolScheduler(TierScheduler):
         present = [_read_only(s >= 0) for s in slots]
         self._promises[keys.request] = _Promise(signature, versions, present, slots)
         return list(present)
+
+    def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]]:
+        """Never None. O(keys)."""
+        self._require_groups(keys)
+        number = self._numbers.get(keys.namespace)
+        return [
+            np.zeros(len(digests), np.uint8) if number is None else pool.present(number, digests)
+            for pool, digests in zip(self._pools, keys.digests, strict=True)
+        ]
+
+    def _require_groups(self, keys: RequestKeys) -> None:
+        if len(keys.digests) != len(self._pools):
+            raise ConfigError(
+                f"lookup has keys of {len(keys.digests)} groups: this tier has {len(self._pools)}"
+            )
 
     def _renew(self, promise: _Promise, keys: RequestKeys, versions: list[int]) -> None:
         """Adds keys that came since. What was promised is held, so nothing can have gone."""

@@ -221,6 +221,7 @@ int32_t Manager::allocate(int64_t handle, int64_t n_tokens, int64_t n_drafts, kv
     Demand demand = fitting_demand(*r, adopted, at, adoption.loads ? sure : sure + n_drafts, sure);
     int64_t end = demand.end;
     bool granted = false;
+    arena_.taken_by(handle, r->session);
     try {
         granted = try_grant(*r, adopted, std::move(demand));
         // Nothing but the oldest request itself is left: it gets on, if only by one token.

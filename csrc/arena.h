@@ -98,8 +98,9 @@ class Arena {
     void follow(int32_t group, const DigestRun& run, uint32_t ns, uint64_t version, std::vector<int32_t>* ids) const;
     // Page of each key of the run that is visible, kNoPage for the others.
     void find_run(int32_t group, const DigestRun& run, uint32_t ns, int32_t* ids) const;
-    // One past the last key of the run, from `begin` on, that is visible or was evicted; `begin` if there is none.
-    int64_t last_known(int32_t group, const DigestRun& run, uint32_t ns, int64_t begin) const;
+    // One past the last key of the run, from `begin` on, that is visible or was evicted (since then, see evicted_in());
+    // `begin` if there is none.
+    int64_t last_known(int32_t group, const DigestRun& run, uint32_t ns, int64_t begin, uint64_t since = 0) const;
     void present(int32_t group, const DigestRun& run, uint32_t ns, uint8_t* out) const;
     // The page must be held and without key. False, and nothing done, where the key is on another page; but a visible key
     // is taken over from a pending one, and from a page that nobody holds, or only readers outside: that one is free (once
@@ -130,7 +131,25 @@ class Arena {
     uint64_t index_hash(int32_t group, const Digest& digest, uint32_t ns) const {
         return group_of(group).index.hash(digest, ns);
     }
-    bool was_evicted(int32_t group, const Digest& digest, uint32_t ns) const;
+    // Number of the episode in which the key was evicted last, if that is `since` or later; 0: it was not, or that is
+    // forgotten.
+    uint64_t evicted_in(int32_t group, const Digest& digest, uint32_t ns, uint64_t since = 0) const;
+    bool was_evicted(int32_t group, const Digest& digest, uint32_t ns, uint64_t since = 0) const {
+        return evicted_in(group, digest, ns, since) > 0;
+    }
+    const EvictedKeys::Episode* episode(uint64_t number) const { return ghosts_.episode(number); }
+    // What is evicted from now on is an episode of its own, caused by this request. O(1).
+    void taken_by(int64_t handle, uint64_t session) {
+        taker_ = handle;
+        taker_session_ = session;
+        episode_open_ = false;
+    }
+    // Number of the next episode: none of what went before belongs to it.
+    uint64_t next_episode() {
+        episode_open_ = false;
+        return ghosts_.episodes() + 1;
+    }
+    double evicted_slabs() const;                // memory of all evicted pages, in slabs. O(groups)
     void forget_all();                           // drops every key, and what is remembered of evicted ones. O(pages)
     void forget(const NamespaceCounts& chosen);  // the keys of namespaces that are counted there. O(pages)
     // Room for n more pages of each class and n keys of each group: what follows cannot run out of memory half-way.
@@ -307,6 +326,7 @@ class Arena {
     void drop_key(SizeClass& c, int32_t id);
     void drop_key(SizeClass& c, int32_t id, uint64_t hash);
     void evict(SizeClass& c, int32_t id);
+    void begin_episode();
     bool take_over(int32_t group, int32_t id, int32_t from, uint64_t hash);
     template <typename Chosen>
     void forget_if(Chosen&& chosen);
@@ -404,6 +424,9 @@ class Arena {
     uint64_t appeared_ = 0;
     std::vector<Appeared> noted_;  // a ring
     EvictedKeys ghosts_;
+    int64_t taker_ = 0;  // for whom pages are evicted now
+    uint64_t taker_session_ = 0;
+    bool episode_open_ = false;
     NamespaceCounts namespaces_;
     std::vector<Undo> log_;
     std::vector<Move> moves_;

@@ -1,6 +1,7 @@
 // The keys of `arena.h`: the index of each group, what becomes visible, what goes.
 #include <algorithm>
 #include <cassert>
+#include <chrono>
 
 #include "arena.h"
 
@@ -61,7 +62,7 @@ void Arena::follow(int32_t group, const DigestRun& run, uint32_t ns, uint64_t ve
     }
 }
 
-int64_t Arena::last_known(int32_t group, const DigestRun& run, uint32_t ns, int64_t begin) const {
+int64_t Arena::last_known(int32_t group, const DigestRun& run, uint32_t ns, int64_t begin, uint64_t since) const {
     const KeyIndex& index = group_of(group).index;
     const Page* pages = of(class_of(group)).pages.data();
     uint64_t hashes[kInFlight];
@@ -74,7 +75,7 @@ int64_t Arena::last_known(int32_t group, const DigestRun& run, uint32_t ns, int6
             ghosts_.prefetch(hashes[i]);
         }
         for (int64_t i = 0; i < n; ++i) {
-            if (ghosts_.contains(hashes[i])) return end - i;
+            if (const uint64_t episode = ghosts_.find(hashes[i]); episode && episode >= since) return end - i;
             const int32_t id = index.find(pages, run.at(end - 1 - i), ns, hashes[i]);
             if (id != kNoPage && pages[id].key == Page::kVisible) return end - i;
         }
@@ -214,6 +215,7 @@ void Arena::evict(SizeClass& c, int32_t id) {
     const Page& page = page_in(c, id);
     Group& group = group_of(static_cast<int32_t>(page.group));
     const uint64_t hash = group.index.hash(page.digest, page.ns);
+    if (!episode_open_) begin_episode();
     ghosts_.add(hash);
     ++group.evictions;
     ++evictions_;
@@ -236,8 +238,24 @@ void Arena::watch(int32_t group) {
     noted_.resize(kNoted);
 }
 
-bool Arena::was_evicted(int32_t group, const Digest& digest, uint32_t ns) const {
-    return ghosts_.contains(group_of(group).index.hash(digest, ns));
+// No clock for each page: once for all that one request's allocate evicts.
+[[gnu::noinline]] void Arena::begin_episode() {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    ghosts_.begin({std::chrono::duration_cast<std::chrono::nanoseconds>(now).count(), evictions_, evicted_slabs(),
+                   taker_, taker_session_});
+    episode_open_ = true;
+}
+
+double Arena::evicted_slabs() const {
+    double slabs = 0;
+    for (const Group& group : groups_)
+        slabs += static_cast<double>(group.evictions) / static_cast<double>(of(group.size_class).k);
+    return slabs;
+}
+
+uint64_t Arena::evicted_in(int32_t group, const Digest& digest, uint32_t ns, uint64_t since) const {
+    const uint64_t episode = ghosts_.find(group_of(group).index.hash(digest, ns));
+    return episode >= since ? episode : 0;
 }
 
 template <typename Chosen>

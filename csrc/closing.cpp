@@ -194,6 +194,8 @@ void Manager::drop_pages(Request& r) {
     collect_spans(r, loading);
     if (!loading) collect_touched(r);
     release_all(r);
+    r.ended = ++tick_;
+    if (!loading) r.reached = std::max(r.reached, r.settled());
     r.tables.clear();
     r.points.clear();
     r.plan.clear();
@@ -209,7 +211,7 @@ void Manager::drop_pages(Request& r) {
     if (r.handle == guaranteed_) frozen_ = false;
 }
 
-int32_t Manager::close(int64_t handle) {
+int32_t Manager::close(int64_t handle, bool aborted) {
     Request* r = find(handle);
     if (!r) return unknown(handle);
     reserve_drop(*r);
@@ -221,11 +223,19 @@ int32_t Manager::close(int64_t handle) {
     }
     const auto index = static_cast<size_t>(handle & 0xffffffff);
     users_.remove(r->ns);
+    if (history_.keeps_any()) remember(std::move(*r), aborted);
     slots_[index].request.reset();
     // A slot whose generations are used up is left alone: no handle is ever used twice.
     if (++slots_[index].generation < kMostGenerations) free_slots_.push_back(index);
     --open_requests_;
     return KVC_OK;
+}
+
+void Manager::remember(Content&& content, bool aborted) {
+    content.closed = ++tick_;
+    content.aborted = aborted;
+    content.closed_ns = now_ns();
+    history_.add(std::move(content));
 }
 
 int32_t Manager::preempt(int64_t handle) {

@@ -58,6 +58,9 @@ int32_t check_config(const kvc_config& config, const kvc_group* groups) {
                     config.hash_unit_tokens);
     if (config.max_open_steps < 1 || config.max_open_steps > kMostOpenSteps)
         return fail(KVC_E_ARGUMENT, "%d open steps: 1 to %d are possible", config.max_open_steps, kMostOpenSteps);
+    if (config.history_tokens < 0)
+        return fail(KVC_E_ARGUMENT, "a history of %lld tokens: 0 or more",
+                    static_cast<long long>(config.history_tokens));
     int32_t most = 1;
     for (int32_t c = 0; c < config.n_classes; ++c) {
         if (config.pages_per_slab[c] < 1 || config.pages_per_slab[c] > kMostSlabPages)

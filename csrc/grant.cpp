@@ -37,7 +37,9 @@ void Manager::start(Request& r, const Adoption& adoption, Point state, Load* loa
     r.present.clear();
     for (auto& known : r.resident) known = {};
     r.served = {};
-    r.losses = {};
+    r.losses.current = false;
+    r.started = ++tick_;
+    r.cleared = 0;
     r.looked_up = false;
     r.granted = adoption.hit;
     r.drafts = 0;

@@ -58,7 +58,7 @@ class ZeroedArray {
     ZeroedArray() = default;
     explicit ZeroedArray(size_t n) : size_(n) {
         const size_t bytes = n * sizeof(T);
-        mapped_ = bytes >= 2 * kHugePage ? (bytes + kHugePage - 1) / kHugePage * kHugePage : 0;
+        mapped_ = bytes >= kHugePage ? (bytes + kHugePage - 1) / kHugePage * kHugePage : 0;
         if (!mapped_) {
             data_ = static_cast<T*>(std::memset(::operator new(bytes), 0, bytes));
             return;

@@ -148,12 +148,12 @@ Manager::Walk Manager::longest(const Request& r, unsigned sources, int64_t limit
 // ---- why the rest was lost ------------------------------------------------------------------------------------------
 
 // Splits (hit, n] from left to right; each region's cause is the first that applies, see kvc_cause.
-void Manager::attribute_losses(const Request& r, const Walk& walk, const Walk& pending, kvc_hit* out) const {
+void Manager::attribute_losses(const Request& r, const Walk& walk, const Walk& pending, Request::Losses* out) const {
     const int64_t limit = hit_limit(r);
     int64_t at = walk.hit;
     auto lose = [&](int32_t cause, int64_t upto) {
         if (upto <= at) return;
-        out->lost[cause] += upto - at;
+        out->lose(cause, at, upto);
         at = upto;
     };
     lose(KVC_LOST_PENDING, pending.hit);
@@ -169,7 +169,10 @@ void Manager::attribute_losses(const Request& r, const Walk& walk, const Walk& p
         int64_t evicted = evicted_any ? reach : at;
         while (evicted > at && !sparse_known(r, evicted)) evicted -= grid_;
         lose(KVC_LOST_EVICTED, evicted);
-        if (!full_.empty()) lose(KVC_LOST_STATE, walk.full);
+        if (!full_.empty() && walk.full > at) {
+            lose(KVC_LOST_STATE, walk.full);
+            out->lacking = lacking_group(r, walk.full);
+        }
     }
     if (!full_.empty()) {
         lose(KVC_LOST_PENDING, pending.full);
@@ -179,12 +182,25 @@ void Manager::attribute_losses(const Request& r, const Walk& walk, const Walk& p
     lose(KVC_LOST_LAST, r.n_tokens);
 }
 
+// A group that has not what a hit here needs; -1: all have.
+int32_t Manager::lacking_group(const Request& r, int64_t position) const {
+    for (const int32_t g : states_)
+        if (!state_at(r, g, position, kPresent)) return g;
+    for (const int32_t g : spans_) {
+        if (rules(g).draft()) continue;
+        const int64_t block = rules(g).block_tokens;
+        for (int64_t b = position / block - 1; b >= 0 && (b + 1) * block > rules(g).need_begin(position); --b)
+            if (!block_at(r, g, b, kPresent)) return g;
+    }
+    return -1;
+}
+
 // Every sparse group has, or had, what a hit here needs: with the hit below, at least one page of it was evicted.
 bool Manager::sparse_known(const Request& r, int64_t position) const {
     auto known = [&](int32_t group, const Digest& key) {
         const int32_t page = arena_.find(group, key, r.ns);
         return (page != kNoPage && arena_.page(group, page).key == Page::kVisible) ||
-               arena_.was_evicted(group, key, r.ns);
+               arena_.was_evicted(group, key, r.ns, r.since);
     };
     for (const int32_t g : states_) {
         const Digest* key = digest_at(r, position);
@@ -206,7 +222,7 @@ bool Manager::sparse_known(const Request& r, int64_t position) const {
 int64_t Manager::deepest_evicted(const Request& r, int32_t group, int64_t begin, int64_t limit) const {
     const DigestRun run = run_of(r, group, 0, std::min(known_tokens(r), limit) / rules(group).block_tokens);
     const int64_t block = rules(group).block_tokens;
-    return arena_.last_known(group, run, r.ns, begin / block) * block / grid_ * grid_;
+    return arena_.last_known(group, run, r.ns, begin / block, r.since) * block / grid_ * grid_;
 }
 
 // ---- lookup ---------------------------------------------------------------------------------------------------------
@@ -239,12 +255,23 @@ int32_t Manager::lookup(int64_t handle, const uint8_t* const* present, const int
     out->junction = !full_.empty() && pending.full > pending.hit ? pending.full : 0;
     // The same find has the same losses: only the first lookup of a request that waits looks for what was evicted.
     const std::array<int64_t, 6> of = {1 + r->n_tokens, device.hit, walk.hit, walk.full, pending.hit, pending.full};
-    if (of != r->losses.of) {
-        attribute_losses(*r, walk, pending, out);
-        r->losses.of = of;
-        std::copy_n(out->lost, KVC_LOST_CAUSES, r->losses.lost.begin());
+    if (!r->losses.current || of != r->losses.of) {
+        r->losses = {.of = of,
+                     .current = true,
+                     .regions = {},
+                     .tick = ++tick_,
+                     .order = last_order_,
+                     .evictions = arena_.evictions(),
+                     .evicted_slabs = arena_.evicted_slabs(),
+                     .reached = r->reached,
+                     .cleared = r->cleared > 0,
+                     .retired = r->retired};
+        attribute_losses(*r, walk, pending, &r->losses);
     }
-    std::copy_n(r->losses.lost.begin(), KVC_LOST_CAUSES, out->lost);
+    for (size_t i = 0; i < r->losses.n; ++i) {
+        const Request::Lost& lost = r->losses.regions[i];
+        out->lost[lost.cause] += lost.end - lost.begin;
+    }
     r->looked_up = true;
     r->hit = r->hit_left = walk.hit;
     r->hit_version = arena_.version();

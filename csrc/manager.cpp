@@ -2,6 +2,7 @@
 #include "manager.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <numeric>
 
@@ -10,6 +11,11 @@
 namespace kvc {
 
 using L = long long;
+
+int64_t now_ns() {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
 
 namespace {
 std::vector<int32_t> classes_of(const kvc_config& config, const kvc_group* groups) {
@@ -29,6 +35,7 @@ Manager::Manager(const kvc_config& config, const kvc_group* groups)
       chain_(compress_function(ShaPath::kBest)),
       arena_(config.slabs, pages_per_slab_, classes_of(config, groups), config.movable != 0, config.seed,
              config.journal || config.events ? this : nullptr),
+      history_(config.history_tokens),
       journal_(config.journal != 0),
       events_(config.events != 0) {
     for (int32_t g = 0; g < n_groups_; ++g) {
@@ -207,16 +214,20 @@ int32_t Manager::namespace_use(uint32_t ns, int64_t* uses) {
 // Requests that hold pages run on, and leave no keys until they start anew; retired ones never.
 void Manager::mute(Request& r, bool retire) {
     r.muted |= r.state != RequestState::kWaiting;
+    r.cleared = tick_;
     r.retired |= retire;
     if (!retire) return;
     r.looked_up = false;  // what it found is of the old root
     r.hit = r.hit_left = 0;
     r.present.clear();
+    r.losses.current = false;
 }
 
 int32_t Manager::clear(bool retire) {
+    ++tick_;
     for (const Slot& slot : slots_)
         if (slot.request) mute(*slot.request, retire);
+    history_.each([&](Content& content) { content.cleared = tick_; });
     for (auto& [id, load] : loads_) load.muted = true;
     arena_.forget_all();
     keyed_.clear();
@@ -225,10 +236,14 @@ int32_t Manager::clear(bool retire) {
 }
 
 int32_t Manager::clear_namespaces(const uint32_t* ns, int64_t n, bool retire) {
+    ++tick_;
     NamespaceCounts chosen;
     for (int64_t i = 0; i < n; ++i) chosen.add(ns[i]);
     for (const Slot& slot : slots_)
         if (slot.request && chosen.of(slot.request->ns)) mute(*slot.request, retire);
+    history_.each([&](Content& content) {
+        if (chosen.of(content.ns)) content.cleared = tick_;
+    });
     for (auto& [id, load] : loads_)
         if (chosen.of(load.ns)) load.muted = true;
     if (std::any_of(ns, ns + n, [this](uint32_t one) { return arena_.keyed_in(one) > 0; })) arena_.forget(chosen);

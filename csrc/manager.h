@@ -1,6 +1,7 @@
 // The block manager: requests, their pages in every group, steps and loads.
 //
 // One file per part of a request's life: open.cpp (tokens, keys, what the policy keeps), lookup.cpp (longest common hit),
+// explain.cpp and siblings.cpp (why it was not longer),
 // plan.cpp (where states are snapshotted), allocate.cpp (what a grant needs), adopt.cpp (its hit), grant.cpp (its pages),
 // steps.cpp (commit, end of step), keys.cpp (what becomes findable then), closing.cpp (giving pages back), loads.cpp
 // (tiers), events.cpp (what became findable or went), manager.cpp (reading, clear), manager_check.cpp.
@@ -11,15 +12,19 @@
 #include <deque>
 #include <memory>
 #include <set>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
 #include "group_rules.h"
+#include "history.h"
 #include "namespace_counts.h"
 #include "request.h"
 #include "sha256.h"
 
 namespace kvc {
+
+int64_t now_ns();  // of the steady clock
 
 class Manager final : private KeyListener {
   public:
@@ -34,6 +39,8 @@ class Manager final : private KeyListener {
     int32_t stops(int64_t handle, int64_t start, int64_t end, int64_t* positions, int64_t cap, int64_t* n);
 
     int32_t lookup(int64_t handle, const uint8_t* const* present, const int64_t* n_present, kvc_hit* out);
+    int32_t explain(int64_t handle, const uint8_t* const* elsewhere, const int64_t* n_elsewhere, kvc_explained* out,
+                    kvc_loss* losses, int64_t cap, int64_t* n);
     int32_t need(int64_t handle, int64_t n_tokens, int64_t n_drafts, int64_t* pages);
     int32_t allocate(int64_t handle, int64_t n_tokens, int64_t n_drafts, kvc_grant* out);
     int32_t blockage(int64_t handle, int32_t* reason);
@@ -41,7 +48,7 @@ class Manager final : private KeyListener {
     int32_t begin_step(int64_t* step);
     int32_t commit(int64_t handle, int64_t upto);
     int32_t end_step(int64_t step);
-    int32_t close(int64_t handle);
+    int32_t close(int64_t handle, bool aborted);
     int32_t preempt(int64_t handle);
 
     int32_t info(int64_t handle, kvc_request_info* out);
@@ -80,9 +87,12 @@ class Manager final : private KeyListener {
     enum Sources : unsigned { kDevice = 0, kPresent = 1, kPending = 2 };
 
     // open.cpp
+    int32_t retain_in(Request& r, const int64_t* intervals, const int64_t* positions, const uint8_t* declared,
+                      int64_t n) const;
     int32_t check_open(const kvc_open_args& args) const;
     void append_tokens(Request& r, const int32_t* tokens, int64_t n) const;
     std::vector<int64_t> class_needs(int64_t most_tokens) const;  // slabs of each class
+    uint64_t first_episode(uint32_t ns, const Digest& root);
     const Digest* digest_at(const Request& r, int64_t position) const;
     bool block_key(const Request& r, int32_t group, int64_t block, Digest* key) const;
 
@@ -102,9 +112,39 @@ class Manager final : private KeyListener {
     bool reopened(const Request& r, const Request::Served& before, std::vector<Reopened>* positions) const;
     int64_t sparse_hit(const Request& r, int64_t from, unsigned sources) const;
     Walk longest(const Request& r, unsigned sources, int64_t limit) const;
-    void attribute_losses(const Request& r, const Walk& walk, const Walk& pending, kvc_hit* out) const;
+    void attribute_losses(const Request& r, const Walk& walk, const Walk& pending, Request::Losses* out) const;
+    int32_t lacking_group(const Request& r, int64_t position) const;
     bool sparse_known(const Request& r, int64_t position) const;
     int64_t deepest_evicted(const Request& r, int32_t group, int64_t begin, int64_t limit) const;
+
+    // siblings.cpp
+    struct Difference {
+        enum Kind { kEnd, kExtra, kTokens } kind = kEnd;  // the shorter one ends; media or embeddings; tokens
+        int64_t position = 0;                             // so many tokens are equal
+    };
+    struct Sibling {  // a request that has a part of its content in common with another one
+        const Content* content = nullptr;
+        const Request* open = nullptr;  // the same, if it is open
+        int64_t links = 0;
+        Difference difference;
+    };
+    template <typename Visit>
+    void each_other(const Request& r, Visit&& visit) const;
+    Difference difference(const Request& r, const Content& other, int64_t links) const;
+    int64_t common_links(const Request& r, const Content& other, int64_t known) const;
+    static int64_t computed_before(const Sibling& other, uint64_t tick);
+    Sibling longest_common(const Request& r, bool running) const;
+    Sibling longest_under_another_root(const Request& r, int64_t beyond) const;
+
+    // explain.cpp
+    using Maps = std::vector<std::span<const uint8_t>>;  // per group, as `present` of a lookup
+    int64_t hit_elsewhere(const Request& r, const Maps& maps) const;
+    void explain_evicted(const Request& r, kvc_loss* loss) const;
+    void explain_pending(const Request& r, kvc_loss* loss) const;
+    void explain_new(const Request& r, const Request::Lost& lost, std::vector<kvc_loss>* out) const;
+    void explain_region(const Request& r, const Request::Lost& lost, std::vector<kvc_loss>* out) const;
+    void name_other(const Sibling& other, kvc_loss* loss) const;
+    void show_difference(const Request& r, const Sibling& other, kvc_loss* loss) const;
 
     // plan.cpp
     void kept_between(const Request& r, int64_t start, int64_t end, std::vector<Kept>* out) const;
@@ -203,6 +243,7 @@ class Manager final : private KeyListener {
     void release_all(Request& r);
     void reserve_drop(const Request& r);
     void drop_pages(Request& r);
+    void remember(Content&& content, bool aborted);
 
     // loads.cpp
     void detach_load(Request& r);
@@ -221,7 +262,7 @@ class Manager final : private KeyListener {
     const Request* peek(int64_t handle) const;
     int32_t unknown(int64_t handle) const;
     int32_t check_group(int32_t group) const;
-    static void mute(Request& r, bool retire);
+    void mute(Request& r, bool retire);
     const char* check_request(const Request& r, std::vector<std::vector<int32_t>>* refs) const;
     const char* check_pending() const;
     const char* check_guaranteed() const;
@@ -258,6 +299,13 @@ class Manager final : private KeyListener {
     NamespaceCounts users_;  // open requests and loads
     Holders holders_;
     int64_t last_order_ = 0;
+    uint64_t tick_ = 0;  // counts starts, ends and lookups: what came first
+    struct Root {
+        Digest root;
+        uint64_t since;  // episode
+    };
+    std::unordered_map<uint32_t, Root> roots_;  // by number of the namespace
+    History history_;
     std::deque<int64_t> by_age_;  // handles, the oldest first; of closed requests too
     int64_t guaranteed_ = 0;      // handle of the oldest open request, once it was asked for; 0: to be found
     bool frozen_ = false;         // it waits for space: nobody else gets any

@@ -53,8 +53,12 @@ void kvc_manager_free(kvc_manager* manager) { delete manager; }
 
 int32_t kvc_open(kvc_manager* manager, const kvc_open_args* args, int64_t* handle) {
     return enter(manager, [&](kvc::Manager& m) {
-        const auto status = not_null("args", args, "handle", handle);
-        return status ? status : m.open(*args, handle);
+        if (const auto status = not_null("args", args, "handle", handle)) return status;
+        if (args->intervals) {
+            if (const auto status = check_array("positions", args->positions, args->n_positions)) return status;
+            if (const auto status = check_array("declared", args->declared, args->n_positions)) return status;
+        }
+        return m.open(*args, handle);
     });
 }
 
@@ -86,6 +90,15 @@ int32_t kvc_lookup(kvc_manager* manager, int64_t handle, const uint8_t* const* p
     return enter(manager, [&](kvc::Manager& m) {
         const auto status = not_null("out", out);
         return status ? status : m.lookup(handle, present, n_present, out);
+    });
+}
+
+int32_t kvc_explain(kvc_manager* manager, int64_t handle, const uint8_t* const* elsewhere, const int64_t* n_elsewhere,
+                    kvc_explained* out, kvc_loss* losses, int64_t cap, int64_t* n) {
+    return enter(manager, [&](kvc::Manager& m) {
+        if (const auto status = not_null("out", out, "n", n)) return status;
+        if (const auto status = check_array("losses", losses, cap)) return status;
+        return m.explain(handle, elsewhere, n_elsewhere, out, losses, cap, n);
     });
 }
 
@@ -170,7 +183,7 @@ int32_t kvc_extend_many(kvc_manager* manager, const int64_t* handles, const int3
 }
 
 int32_t kvc_finish(kvc_manager* manager, int64_t handle) {
-    return enter(manager, [&](kvc::Manager& m) { return m.close(handle); });
+    return enter(manager, [&](kvc::Manager& m) { return m.close(handle, false); });
 }
 
 int32_t kvc_preempt(kvc_manager* manager, int64_t handle) {
@@ -178,7 +191,7 @@ int32_t kvc_preempt(kvc_manager* manager, int64_t handle) {
 }
 
 int32_t kvc_abort(kvc_manager* manager, int64_t handle) {
-    return enter(manager, [&](kvc::Manager& m) { return m.close(handle); });
+    return enter(manager, [&](kvc::Manager& m) { return m.close(handle, true); });
 }
 
 int32_t kvc_info(kvc_manager* manager, int64_t handle, kvc_request_info* out) {

@@ -124,6 +124,7 @@ int32_t Manager::check() {
     if (holders != holders_) return fail(KVC_E_INVARIANT, "the requests that hold pages are not those that are listed");
     if (const char* broken = check_pending()) return fail(KVC_E_INVARIANT, "%s", broken);
     if (const char* broken = check_guaranteed()) return fail(KVC_E_INVARIANT, "%s", broken);
+    if (const char* broken = history_.check()) return fail(KVC_E_INVARIANT, "%s", broken);
     for (const auto& [id, load] : loads_) {
         if (load.handle && (!find(load.handle) || find(load.handle)->load != id))
             return fail(KVC_E_INVARIANT, "load %lld has no request", static_cast<L>(id));

@@ -67,11 +67,16 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
     auto request = std::make_unique<Request>();
     Request& r = *request;
     r.ns = args.ns;
+    r.session = args.session;
+    if (args.root) std::memcpy(r.root.bytes, args.root, 32);
     r.foreign = args.tokens == nullptr;
     r.max_tokens = args.max_tokens;
     r.needs = class_needs(args.max_tokens);
     r.intervals.assign(groups_.size(), 0);
     r.resident.resize(groups_.size());
+    if (args.intervals)
+        if (const auto status = retain_in(r, args.intervals, args.positions, args.declared, args.n_positions))
+            return status;
     for (int64_t i = 0; i < args.n_media; ++i) {
         Media item{args.media[i].offset, args.media[i].length, {}};
         std::memcpy(item.digest.bytes, args.media[i].digest, 32);
@@ -83,7 +88,6 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
         r.digests.resize(static_cast<size_t>(args.n_digests));
         if (args.n_digests) std::memcpy(r.digests.data(), args.digests, r.digests.size() * 32);
     } else {
-        std::memcpy(r.root.bytes, args.root, 32);
         const int64_t soon = std::min(args.max_tokens, args.n_tokens + args.n_tokens / 32 + kFirstOutput);
         r.tokens.reserve(static_cast<size_t>(soon));
         r.digests.reserve(static_cast<size_t>(soon / unit_));
@@ -98,6 +102,7 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
     if (static_cast<int64_t>(by_age_.size()) > 2 * open_requests_ + 64)
         std::erase_if(by_age_, [&](int64_t old) { return !find(old); });
     users_.reserve(1);
+    r.since = first_episode(r.ns, r.root);
     by_age_.push_back(0);
     const size_t index = free_slots_.back();
     free_slots_.pop_back();
@@ -109,6 +114,16 @@ int32_t Manager::open(const kvc_open_args& args, int64_t* handle) {
     ++open_requests_;
     users_.add(args.ns);
     return KVC_OK;
+}
+
+// Evictions before this episode say nothing of the root: its number was another one's then.
+uint64_t Manager::first_episode(uint32_t ns, const Digest& root) {
+    const auto [at, added] = roots_.try_emplace(ns, Root{root, 0});
+    if (!added && at->second.root != root) {
+        at->second = {root, arena_.next_episode()};
+        history_.forget(ns);
+    }
+    return at->second.since;
 }
 
 // ---- tokens and keys ------------------------------------------------------------------------------------------------
@@ -212,7 +227,11 @@ bool Manager::block_key(const Request& r, int32_t group, int64_t block, Digest* 
 int32_t Manager::retain(int64_t handle, const int64_t* intervals, const int64_t* positions, const uint8_t* declared,
                         int64_t n) {
     Request* r = find(handle);
-    if (!r) return unknown(handle);
+    return r ? retain_in(*r, intervals, positions, declared, n) : unknown(handle);
+}
+
+int32_t Manager::retain_in(Request& r, const int64_t* intervals, const int64_t* positions, const uint8_t* declared,
+                           int64_t n) const {
     for (int32_t g = 0; g < n_groups_; ++g) {
         const int64_t interval = intervals[g];
         if (interval < 0 || interval > kMostTokens || interval % grid_)
@@ -234,9 +253,9 @@ int32_t Manager::retain(int64_t handle, const int64_t* intervals, const int64_t*
     std::vector<int64_t> copy(intervals, intervals + n_groups_);
     for (int32_t g = 0; g < n_groups_; ++g)
         if (!has(sparse, g)) copy[static_cast<size_t>(g)] = 0;
-    r->intervals = std::move(copy);
-    r->kept = std::move(kept);
-    r->seen = {};
+    r.intervals = std::move(copy);
+    r.kept = std::move(kept);
+    r.seen = {};
     return KVC_OK;
 }
 

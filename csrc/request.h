@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "arena.h"
+#include "content.h"
 #include "kvcache_core.h"
 
 namespace kvc {
@@ -70,12 +71,6 @@ struct BlockRange {
     int64_t end;
 };
 
-struct Media {
-    int64_t offset;
-    int64_t length;
-    Digest digest;
-};
-
 enum class RequestState : int32_t { kWaiting = 0, kRunning = 1, kLoading = 2 };
 
 // What settle() depends on, in pieces of tokens in which nothing becomes whole.
@@ -87,22 +82,13 @@ struct Progress {
     bool operator==(const Progress&) const = default;
 };
 
-struct Request {
-    int64_t handle = 0;
-    int64_t order = 0;  // age: lower is older
+struct Request : Content {
     RequestState state = RequestState::kWaiting;
     int32_t blockage = 0;  // why the last allocate had no space: kvc_blockage
 
-    // Content.
-    uint32_t ns = 0;
-    bool foreign = false;
     bool muted = false;    // its namespace was cleared while it ran: it leaves no keys until it starts anew
     bool retired = false;  // its root is out of use: it finds no keys and leaves none
-    Digest root{};
-    std::vector<int32_t> tokens;  // empty for foreign keys
-    std::vector<Media> media;     // ascending
-    std::vector<Digest> digests;  // one link per hash unit
-    int64_t n_tokens = 0;
+    uint64_t since = 0;    // evictions before this episode were of another root with the same number
     int64_t n_prompt = 0;
     int64_t max_tokens = 0;
     std::vector<int64_t> needs;     // slabs of each class that it has to be able to hold
@@ -123,9 +109,33 @@ struct Request {
         int64_t upto = -1;
         uint64_t appeared = 0;
     };
+    struct Lost {  // tokens [begin, end)
+        int64_t begin;
+        int64_t end;
+        int32_t cause;
+    };
     struct Losses {
         std::array<int64_t, 6> of{};  // the walks and tokens that they belong to
-        std::array<int64_t, KVC_LOST_CAUSES> lost{};
+        bool current = false;         // the request has held no pages since
+        size_t n = 0;
+        std::array<Lost, 8> regions{};  // ascending, of [hit, n_tokens)
+        // What explain() asks later: the moment of the lookup, in ticks, in evicted pages and in their memory.
+        uint64_t tick = 0;
+        int64_t order = 0;  // of the newest request then
+        int64_t evictions = 0;
+        double evicted_slabs = 0;
+        int32_t lacking = -1;  // group that had nothing for a hit where the full groups ended
+        int64_t reached = 0;   // what it had computed itself, before it lost its pages
+        bool cleared = false;  // ... and the keys of that were dropped
+        bool retired = false;
+
+        int64_t tokens() const { return of[0] - 1; }
+        int64_t hit() const { return of[2]; }
+        int64_t full() const { return of[3]; }
+        void lose(int32_t cause, int64_t begin, int64_t end) {
+            if (n && regions[n - 1].cause == cause) regions[n - 1].end = end;
+            else regions[n++] = {begin, end, cause};
+        }
     };
     mutable std::vector<Resident> resident;  // per group
     mutable std::array<Served, 2> served;    // visible keys; pending ones too

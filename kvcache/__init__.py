@@ -18,6 +18,7 @@ _LAZY = {
     "CpuConnector": "kvcache.connectors.cpu",
     "CrossAttention": "kvcache.core.specs",
     "Dense": "kvcache.retention",
+    "Explanation": "kvcache.core.explanation",
     "Fingerprint": "kvcache.core.hashing",
     "FullAttention": "kvcache.core.specs",
     "Geometry": "kvcache.core.layout",
@@ -29,6 +30,7 @@ _LAZY = {
     "KVCacheError": "kvcache.core.errors",
     "LatentAttention": "kvcache.core.specs",
     "LatentWindow": "kvcache.core.specs",
+    "Loss": "kvcache.core.explanation",
     "Manager": "kvcache.core.manager",
     "Media": "kvcache.core.media",
     "MissingPackageError": "kvcache.core.errors",
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
         MisuseError as MisuseError,
         NativeError as NativeError,
     )
+    from kvcache.core.explanation import Explanation as Explanation, Loss as Loss
     from kvcache.core.hashing import Fingerprint as Fingerprint
     from kvcache.core.layout import Geometry as Geometry
     from kvcache.core.manager import Manager as Manager

@@ -29,6 +29,7 @@ VERBS = {
     "bench": "measure one part of the library on this machine",
     "demo": "play multi-turn sessions on a small model: recompute, offload, everything in memory",
     "doctor": "what is installed, which native path runs, which connectors are found",
+    "explain": "why the requests of a trace lost tokens, each with its evidence",
     "replay": "run a request trace through the block manager: hit rate, and where the rest was lost",
     "size": "KV bytes of a model per token, boundary and session; what fits; which interval pays",
 }

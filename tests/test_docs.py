@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import kvcache
+from kvcache.core.explanation import CAUSES, Explanation
 
 SOURCES = ("csrc", "kvcache", "retention", "connectors", "bench", "examples")
 SUFFIXES = {".py", ".cpp", ".h"}
@@ -183,3 +184,21 @@ def test_the_dependencies_page_names_every_dependency(repo_root: Path) -> None:
 def test_the_figure_of_retention_shows_what_the_manager_does(repo_root: Path) -> None:
     figure = runpy.run_path(str(repo_root / "docs" / "retention_figure.py"))
     assert (repo_root / "docs" / "retention.svg").read_text() == figure["draw"]()
+
+
+def test_the_examples_in_explain_say_what_is_printed(repo_root: Path) -> None:
+    """Handles are N and times T there."""
+    page = (repo_root / "docs" / "explain.md").read_text()
+    setup, *examples = re.findall(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", page, re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(setup[0], "explain.md", "exec"), names)  # noqa: S102
+    causes = set()
+    for code, shown in examples:
+        exec(compile(code, "explain.md", "exec"), names)  # noqa: S102
+        explanation = names["explanation"]
+        assert isinstance(explanation, Explanation)
+        words = re.sub(r"request \d+", "request N", str(explanation))
+        assert re.sub(r"[\d.]+ s ago", "T ago", words) + "\n" == shown
+        causes |= {loss.cause for loss in explanation.losses}
+    assert causes == set(CAUSES)
+    assert "after 'lmnopqrs' comes" in str(names["words"])

@@ -150,6 +150,20 @@ def a_new_lookup_replaces_the_old(factory: Factory) -> None:
         expect(r.pinned() == 0, "pins are left after release")
 
 
+def what_is_held_is_told_without_a_promise(factory: Factory) -> None:
+    """`holds` tells what a lookup would find, or that it cannot tell, and changes no pin."""
+    with rig(factory) as r:
+        keys = chain("a", 3)
+        r.store(keys[:2])
+        r.lookup(1, keys[:1])
+        held = r.scheduler.holds(r.request_keys(2, keys))
+        expect(r.pinned() == 1, f"a question pins: {r.pinned()} pages, not the lookup's one")
+        if held is not None:
+            expect(held[0].tolist() == [1, 1, 0], f"{held[0].tolist()} are held, not the first two")
+        r.scheduler.release(1)
+        expect(r.pinned() == 0, "pins are left after release")
+
+
 def a_load_takes_the_pins_over(factory: Factory) -> None:
     """From plan to final result the wanted slots stay, the others are let go."""
     with rig(factory) as r:
@@ -342,6 +356,7 @@ CONTRACT: tuple[Callable[[Factory], None], ...] = (
     lookup_is_idempotent,
     a_promise_survives_pressure,
     a_new_lookup_replaces_the_old,
+    what_is_held_is_told_without_a_promise,
     a_load_takes_the_pins_over,
     the_oldest_is_evicted_first,
     a_tier_full_of_pins_drops_stores,

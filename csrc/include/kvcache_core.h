@@ -127,10 +127,11 @@ typedef struct {
     int32_t hash_unit_tokens;
     int32_t grid_tokens; /* hits end on multiples of it */
     int32_t max_open_steps;
-    int32_t movable; /* 1: the caller does the copies of kvc_take_moves */
-    int32_t journal; /* 1: kvc_take_keyed will be read */
-    int32_t events;  /* 1: kvc_take_events will be read */
-    uint64_t seed;   /* of the index's hash function */
+    int32_t movable;        /* 1: the caller does the copies of kvc_take_moves */
+    int32_t journal;        /* 1: kvc_take_keyed will be read */
+    int32_t events;         /* 1: kvc_take_events will be read */
+    int64_t history_tokens; /* of closed requests, whose content is remembered for kvc_explain; 0: of none */
+    uint64_t seed;          /* of the index's hash function */
 } kvc_config;
 
 int32_t kvc_manager_new(const kvc_config* config, const kvc_group* groups, kvc_manager** out);
@@ -144,7 +145,8 @@ typedef struct {
 } kvc_media;
 
 /* Opens a request. Native: tokens given, root = first parent of its chain. Foreign: tokens NULL, digests = one 32-byte
- * key for each full hash unit of the prompt. Keys of different namespaces never meet.
+ * key for each full hash unit of the prompt; root may be given, and tells then when the number `ns` has a new meaning.
+ * Keys of different namespaces never meet. session: 0, or a number by which kvc_explain names it.
  * KVC_E_CAPACITY when max_tokens (prompt + output) needs more slabs than the arena has. O(n_tokens) to hash. */
 typedef struct {
     uint32_t ns;
@@ -156,6 +158,11 @@ typedef struct {
     int64_t n_digests;
     const kvc_media* media; /* native only; ascending, not overlapping */
     int64_t n_media;
+    uint64_t session;
+    const int64_t* intervals; /* what it keeps, as for kvc_retain; NULL: nothing */
+    const int64_t* positions;
+    const uint8_t* declared;
+    int64_t n_positions;
 } kvc_open_args;
 int32_t kvc_open(kvc_manager* manager, const kvc_open_args* args, int64_t* handle);
 /* Appends generated tokens; foreign requests pass tokens NULL (no keys beyond the prompt). */
@@ -197,6 +204,63 @@ typedef struct {
  * last lookup was; while it finds the same, `lost` stays what the first lookup that found it has told. */
 int32_t kvc_lookup(kvc_manager* manager, int64_t handle, const uint8_t* const* present, const int64_t* n_present,
                    kvc_hit* out);
+
+/* What kvc_explain says beyond kvc_cause: parts of KVC_LOST_NEW, but KVC_LOST_ELSEWHERE, which comes first everywhere. */
+enum kvc_loss_cause {
+    KVC_LOST_ELSEWHERE = 5, /* a tier or replica holds it, it was not loaded */
+    KVC_LOST_TOKENS = 6,    /* the tokens differ from those of the request that has most in common with this one */
+    KVC_LOST_KEY = 7        /* another request had the same tokens under another key */
+};
+/* Why content that another request had as well was not there. */
+enum kvc_why {
+    KVC_WHY_NEW = 0,        /* no other request is known that had it */
+    KVC_WHY_ABORTED = 1,    /* the other one was aborted before it had computed it */
+    KVC_WHY_ENDED = 2,      /* the other one finished before it had computed it */
+    KVC_WHY_UNCOMPUTED = 3, /* the other one was open, and had not computed it when this one was looked up */
+    KVC_WHY_CLEARED = 4,    /* its keys were dropped by a clear */
+    KVC_WHY_RETIRED = 5,    /* this request's root is out of use */
+    KVC_WHY_FORGOTTEN = 6,  /* evicted, and more was evicted since than is remembered */
+    KVC_WHY_UNKEPT = 7      /* computed, and not among what the retention policy keeps */
+};
+typedef struct {
+    int64_t begin; /* tokens [begin, end) */
+    int64_t end;
+    int32_t cause; /* kvc_cause or kvc_loss_cause */
+    int32_t told;  /* the kvc_cause that kvc_lookup counted them under */
+    int32_t why;   /* kvc_why */
+    int32_t group; /* EVICTED: of the first page that went; STATE: that had nothing for the full groups' hit; else -1 */
+    /* -1, or EVICTED: first token of that page, or after how many tokens the state was; STATE: where the hit ends; TOKENS,
+     * KEY: where they differ first (KEY: -1 where the root is another one) */
+    int64_t position;
+    int64_t evicted_ns;    /* EVICTED: so long ago; -1: not remembered */
+    int64_t evicted_pages; /* ... and so many pages of all groups went from then on until the lookup */
+    double evicted_slabs;  /* ... with the memory of so many slabs */
+    int64_t step;          /* PENDING: the step that writes it, if it is open still; else 0 */
+    int64_t load;          /* PENDING: the load that fills it, if it is open still; else 0 */
+    int64_t other; /* handle of the request spoken of: who took the page, writes it, or had most in common; 0: none */
+    uint64_t other_session; /* as in kvc_open_args */
+    int64_t other_tokens;   /* -1, as the next two, of one that took a page */
+    int64_t other_computed;
+    int64_t other_closed_ns; /* closed so long ago; -1: open */
+    uint8_t other_root[32];
+    int32_t n_before; /* TOKENS, native: tokens before the difference, the last ones ... */
+    int32_t n_own;    /* ... and from it on, of this request */
+    int32_t n_others; /* ... and of the other one */
+    int32_t before[8];
+    int32_t own[8];
+    int32_t others[8];
+} kvc_loss;
+typedef struct {
+    int64_t n_tokens;
+    int64_t hit_tokens;
+    int64_t full_tokens; /* where the hit of the full groups alone ended */
+} kvc_explained;
+/* Why the last kvc_lookup of a request, which may run by now, lost what it did: ascending, from hit_tokens to n_tokens.
+ * *n = how many; writes at most cap. elsewhere: NULL, or as `present` of kvc_lookup: what somebody holds that was not asked. Others are
+ * known while they are open, and as long as kvc_config.history_tokens remembers them. O(known requests), and the common part
+ * of requests with another root. */
+int32_t kvc_explain(kvc_manager* manager, int64_t handle, const uint8_t* const* elsewhere, const int64_t* n_elsewhere,
+                    kvc_explained* out, kvc_loss* losses, int64_t cap, int64_t* n);
 
 typedef struct {
     int64_t hit_tokens; /* prefix adopted by this call, 0 for a running request */

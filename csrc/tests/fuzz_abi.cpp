@@ -34,6 +34,7 @@ constexpr const char* kFunctions[] = {
     "kvc_retain",
     "kvc_stops",
     "kvc_lookup",
+    "kvc_explain",
     "kvc_need",
     "kvc_allocate",
     "kvc_blockage",

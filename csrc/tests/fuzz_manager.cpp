@@ -54,6 +54,7 @@ void ManagerFuzz::one_operation() {
         &ManagerFuzz::retain,
         &ManagerFuzz::stops,
         &ManagerFuzz::lookup,
+        static_cast<Operation>(&ManagerFuzz::explain),
         &ManagerFuzz::need,
         static_cast<Operation>(&ManagerFuzz::allocate),
         &ManagerFuzz::begin_step,
@@ -113,6 +114,7 @@ void ManagerFuzz::open() {
     std::vector<uint8_t> digests;
     kvc_open_args args{};
     args.ns = static_cast<uint32_t>(random_.below(4));
+    args.session = static_cast<uint64_t>(random_.chance(80) ? random_.below(4) : random_.hostile());
     args.n_tokens = static_cast<int64_t>(tokens.size());
     args.max_tokens = args.n_tokens + random_.between(0, 60);
     if (random_.chance(80)) {
@@ -122,6 +124,7 @@ void ManagerFuzz::open() {
         args.n_digests = args.n_tokens / setup_.config.hash_unit_tokens;
         for (int64_t i = 0; i < args.n_digests * 32; ++i) digests.push_back(static_cast<uint8_t>(i / 32));
         args.digests = digests.data();
+        if (random_.chance(50)) args.root = root;
     }
     kvc_media media[2] = {{2, 3, {1}}, {random_.between(5, 9), random_.between(1, 4), {2}}};
     if (args.tokens && args.n_tokens >= 13 && random_.chance(20)) {
@@ -226,6 +229,40 @@ void ManagerFuzz::look_up(int64_t handle) {
     for (const int64_t lost : hit.lost) sum += lost;
     if (sum != info.n_tokens || hit.hit_tokens < 0 || hit.hit_tokens >= info.n_tokens)
         broken(where_, "a hit of %lld and what was lost do not add up", static_cast<long long>(hit.hit_tokens));
+    explain(handle, &hit);
+}
+
+void ManagerFuzz::explain() { explain(a_handle(), nullptr); }
+
+// The losses are the whole of what was not hit, in order; as they were told, they are those of the last lookup.
+void ManagerFuzz::explain(int64_t handle, const kvc_hit* hit) {
+    std::vector<uint8_t> bytes(static_cast<size_t>(random_.below(60)));
+    for (uint8_t& byte : bytes) byte = random_.chance(80);
+    std::vector<const uint8_t*> held(setup_.groups.size(), bytes.data());
+    std::vector<int64_t> counts(setup_.groups.size(), static_cast<int64_t>(bytes.size()));
+    if (spite()) counts[0] = random_.hostile() | INT64_MIN;
+    const bool tier = random_.chance(50);
+    kvc_explained whole{};
+    kvc_loss losses[32];
+    int64_t n = 0;
+    const int64_t cap = random_.chance(90) ? 32 : random_.below(3);
+    const int32_t status = call("kvc_explain", [&] {
+        return kvc_explain(manager_, handle, tier ? held.data() : nullptr, tier ? counts.data() : nullptr, &whole,
+                           losses, cap, &n);
+    });
+    if (status != KVC_OK || n > cap) return;
+    int64_t at = whole.hit_tokens, told[KVC_LOST_CAUSES] = {};
+    for (int64_t i = 0; i < n; ++i) {
+        const kvc_loss& loss = losses[i];
+        if (loss.begin != at || loss.end <= at || loss.cause < 0 || loss.cause > KVC_LOST_KEY || loss.told < 0 ||
+            loss.told >= KVC_LOST_CAUSES)
+            broken(where_, "loss %lld is out of order", static_cast<long long>(i));
+        told[loss.told] += loss.end - loss.begin;
+        at = loss.end;
+    }
+    if (at != whole.n_tokens) broken(where_, "the losses end at %lld", static_cast<long long>(at));
+    if (hit && !std::equal(told, told + KVC_LOST_CAUSES, hit->lost))
+        broken(where_, "an explanation adds up to other losses than its lookup");
 }
 
 void ManagerFuzz::need() {

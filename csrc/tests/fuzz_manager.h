@@ -58,6 +58,8 @@ class ManagerFuzz {
     void retain();
     void stops();
     void lookup();
+    void explain();
+    void explain(int64_t handle, const kvc_hit* hit);
     void need();
     void allocate();
     void begin_step();

@@ -106,6 +106,7 @@ inline Setup make_setup(Random& random) {
     config.movable = random.chance(50);
     config.journal = random.chance(80);
     config.events = random.chance(80);
+    config.history_tokens = random.one_of<int64_t>({0, 1, 60, 100, 1'000'000});
     config.seed = random.next();
     return setup;
 }

@@ -71,6 +71,7 @@ const int64_t interval = 0;
 const int64_t one_token = 1;
 int64_t number = 0;
 kvc_grant grant{};
+kvc_explained explained{};
 int32_t pages[8];
 uint8_t bytes[32];
 const kvc_event_counts zero{}, one{1, 1, 1};
@@ -169,6 +170,22 @@ std::vector<Case> request_cases(Rig& r) {
              kvc_hit hit{};
              return kvc_lookup(r.manager, r.waiting, &present, no, &hit);
          }},
+        {"kvc_explain, out", kBad, [&] { return kvc_explain(r.manager, r.handle, no, no, no, no, 0, &number); }},
+        {"kvc_explain, n", kBad, [&] { return kvc_explain(r.manager, r.handle, no, no, &explained, no, 0, no); }},
+        {"kvc_explain, losses", kBad,
+         [&] { return kvc_explain(r.manager, r.handle, no, no, &explained, no, 1, &number); }},
+        {"kvc_explain, counts", kBad,
+         [&] {
+             const uint8_t* held = no;
+             return kvc_explain(r.manager, r.handle, &held, no, &explained, no, 0, &number);
+         }},
+        {"kvc_explain, elsewhere of a group", kBad,
+         [&] {
+             const uint8_t* held = no;
+             return kvc_explain(r.manager, r.handle, &held, &one_token, &explained, no, 0, &number);
+         }},
+        {"kvc_explain, none wanted", KVC_OK,
+         [&] { return kvc_explain(r.manager, r.handle, no, no, &explained, no, 0, &number); }},
         {"kvc_lookup, present of a group", kBad,
          [&] {
              const uint8_t* present = nullptr;

@@ -6,12 +6,13 @@ import argparse
 import re
 import sys
 import time
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
 from kvcache.bench.replay import Replay
 from kvcache.bench.replay_settings import DEFAULT_PRESET, ReplaySettings
-from kvcache.bench.traces import LaneSettings, open_trace
+from kvcache.bench.traces import LaneSettings, TraceRequest, open_trace
 from kvcache.commands.output import (
     Progress,
     as_json,
@@ -66,6 +67,22 @@ def retention(text: str) -> int | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The trace, how to replay it, and what else to do."""
+    add_trace_arguments(parser)
+    parser.add_argument(
+        "--oracle",
+        choices=("bytes",),
+        help="also play every request on a page-exact LRU of as many bytes, without slabs",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="check the manager's invariants as it goes; `checks` in the result says how often",
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the JSON to a file too")
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """The trace and how to replay it."""
     parser.add_argument(
         "trace",
@@ -124,26 +141,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="an engine that cannot copy pages: cached ones stay where they are",
     )
-    parser.add_argument(
-        "--oracle",
-        choices=("bytes",),
-        help="also play every request on a page-exact LRU of as many bytes, without slabs",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="check the manager's invariants as it goes; `checks` in the result says how often",
-    )
-    parser.add_argument("--output", metavar="FILE", help="write the JSON to a file too")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Replay; 0 if no block leaked, else 1."""
-    if args.output is not None:
-        require_writable(args.output)
-        require_apart(args.output, [args.trace])
-    started = time.perf_counter()
-    lanes = _lanes(args)
+def open_replay(
+    args: argparse.Namespace, *, oracle: bool = False, check: bool = False
+) -> tuple[Replay, Iterator[TraceRequest]]:
+    """A replay as `add_trace_arguments` describes it, and the requests to serve."""
+    lanes = lane_settings(args)
     trace = open_trace(args.trace)
     settings = ReplaySettings(
         block_tokens=trace.block_tokens if args.block_tokens is None else args.block_tokens,
@@ -152,15 +156,25 @@ def run(args: argparse.Namespace) -> int:
         tp=args.tp,
         retention_tokens=args.retention,
         movable=not args.no_moves,
-        oracle=args.oracle is not None,
-        check=args.check,
+        oracle=oracle,
+        check=check,
         seed=args.seed,
     )
-    replay = Replay(trace.path, trace.block_tokens, settings)
+    return Replay(trace.path, trace.block_tokens, settings), iter(trace.requests(lanes))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay; 0 if no block leaked, else 1."""
+    if args.output is not None:
+        require_writable(args.output)
+        require_apart(args.output, [args.trace])
+    started = time.perf_counter()
+    replay, requests = open_replay(args, oracle=args.oracle is not None, check=args.check)
     with Progress() as progress:
-        for count, request in enumerate(trace.requests(lanes), 1):
+        for count, request in enumerate(requests, 1):
             replay.serve(request)
             progress.update(f"replay: {count} requests, {time.perf_counter() - started:.0f} s")
+    lanes = lane_settings(args)
     report = replay.report() | {
         "lanes": args.lanes,
         "hours": None if lanes is None else lanes.hours,
@@ -176,7 +190,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report["leaked_blocks"] else 0
 
 
-def _lanes(args: argparse.Namespace) -> LaneSettings | None:
+def lane_settings(args: argparse.Namespace) -> LaneSettings | None:
+    """What `--lanes` and `--hours` ask for."""
     if args.lanes is None:
         if args.hours is not None:
             raise ConfigError(f"--hours {args.hours} needs --lanes: it is how long lanes live")
@@ -236,6 +251,7 @@ def describe(report: dict[str, Any]) -> list[str]:
         ("checks", f"{report['checks']:,}"),
         ("wall time", f"{report['wall_seconds']:.1f} s"),
         ("in the manager", f"{report['manager_seconds']:.1f} s"),
+        ("explaining", f"{report['explain_seconds']:.1f} s"),
     ]
     width = max(len(name) for name, _ in rows)
     return [f"{name:{width}}  {value}" for name, value in rows]

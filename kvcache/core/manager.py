@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core import arrays, native
-from kvcache.core.clear_calls import ClearCalls
 from kvcache.core.errors import ConfigError
 from kvcache.core.event_calls import request_label
 from kvcache.core.events.labels import RequestLabel
+from kvcache.core.explain_calls import ExplainCalls
 from kvcache.core.hashing import Fingerprint, as_tokens
 from kvcache.core.layout import Geometry
 from kvcache.core.media import Media, PromptEmbeddings, extras
@@ -38,7 +38,7 @@ from kvcache.core.retain import PlanArrays, RetentionPolicy, TurnShape, plan_of,
 from kvcache.core.values import flag, index_seed, sequence, shown, whole
 
 
-class Manager(ClearCalls):
+class Manager(ExplainCalls):
     """Owns the pages of every group; hands out page numbers, never bytes.
 
     Page numbers count within a size class (`geometry.class_of_group`): page p begins at byte
@@ -55,6 +55,9 @@ class Manager(ClearCalls):
             memory from another one costs it more of its cache.
         journal: whether `take_keyed` will be read (64 bytes for each page that gets a key).
         events: whether `take_events` will be read.
+        history_tokens: tokens of closed requests to remember, so that `explain` can compare with them
+            (4 bytes a token, 32 a hash unit; at most 4,096 requests); None: an eighth of what the
+            arena holds, from 262,144 to 16,777,216; 0: none.
         seed: of the index's hash function; None: a random one, so that nobody can choose foreign
             keys that collide in it. No hit depends on it.
 
@@ -73,6 +76,7 @@ class Manager(ClearCalls):
         movable: bool = False,
         journal: bool = True,
         events: bool = False,
+        history_tokens: int | None = None,
         seed: int | None = None,
     ) -> None:
         if not isinstance(geometry, Geometry):
@@ -87,6 +91,7 @@ class Manager(ClearCalls):
             movable=flag(movable, "movable"),
             journal=flag(journal, "journal"),
             events=flag(events, "events"),
+            history_tokens=history_tokens,
             seed=index_seed(seed, "seed"),
         )
         self.retention = retention
@@ -121,7 +126,7 @@ class Manager(ClearCalls):
             lora: name of the adapter, part of every key; see `set_lora_version`.
             media, embeddings: what stands in the prompt beside tokens; part of the keys of the
                 blocks that it covers. Items must not overlap.
-            session: told in events.
+            session: told in events and explanations.
             boundaries: positions where a prefix is known to be shared (end of the system prompt,
                 of a message): what a hit there needs is kept.
 
@@ -193,12 +198,19 @@ class Manager(ClearCalls):
         longest = shape.prompt_tokens if max_tokens is None else whole(max_tokens, "max_tokens")
         plan, foreign = plan_of(self.retention, shape), "digests" in fields
         number = self._namespaces.number(salt=salt, lora=lora, foreign=foreign)
-        fields |= {"ns": number, "max_tokens": longest}
-        if not foreign:
-            root = self._namespaces.entries[number].root
-            fields["root"] = self._ffi.from_buffer("uint8_t[]", root)
+        root = self._namespaces.entries[number].root
+        fields |= {
+            "ns": number,
+            "max_tokens": longest,
+            "root": self._ffi.from_buffer("uint8_t[]", root),
+            "session": self._session_number(label.session_id or ""),
+            "intervals": self._buffer("int64_t", plan.intervals),
+            "positions": self._buffer("int64_t", plan.positions),
+            "declared": self._buffer("uint8_t", plan.declared),
+            "n_positions": len(plan.positions),
+        }
         try:
-            handle = self._admit(fields, plan)
+            handle = self._admit(fields)
         except BaseException:
             self._namespaces.take_back(number)
             raise
@@ -206,16 +218,10 @@ class Manager(ClearCalls):
         self._label(handle, label)
         return handle
 
-    def _admit(self, fields: dict[str, Any], plan: PlanArrays) -> int:
+    def _admit(self, fields: dict[str, Any]) -> int:
         out = self._ffi.new("int64_t*")
         self._call(self._lib.kvc_open, native.new("kvc_open_args*", fields), out)
-        handle = int(out[0])
-        try:
-            self._retain(handle, plan)
-        except BaseException:
-            self._call(self._lib.kvc_abort, handle)
-            raise
-        return handle
+        return int(out[0])
 
     def _shape(self, prompt_tokens: int, boundaries: Sequence[int]) -> TurnShape:
         if prompt_tokens < 1:

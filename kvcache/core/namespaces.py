@@ -12,6 +12,9 @@ from kvcache.core.values import text
 KEPT_NAMESPACES = 1024
 """Above so many, numbers that nothing uses any more are given to new roots."""
 
+KEPT_FORMER = 1024
+"""Roots without a number that explanations can still name."""
+
 _LOOKED_AT = 32
 """Numbers that one new root looks at, to find an unused one."""
 
@@ -28,6 +31,17 @@ class Namespace(NamedTuple):
     foreign: bool
     salt: str
     lora: str
+    lora_version: str
+    weights_epoch: int
+
+    def fields(self) -> dict[str, str]:
+        """What two roots of one manager may differ in."""
+        return {
+            "salt": self.salt,
+            "lora": self.lora,
+            "lora_version": self.lora_version,
+            "weights_epoch": str(self.weights_epoch),
+        }
 
     @property
     def outside(self) -> bytes:
@@ -63,17 +77,21 @@ class Namespaces:
         self._versions: dict[str, str] = {}
         self._next = 0
         self._unlooked = 0
+        self._former: dict[bytes, Namespace] = {}
+        """Roots that have lost their number to another one."""
 
     def number(self, *, salt: str, lora: str, foreign: bool) -> int:
         """The number of a root, new where it has none."""
+        version = self.lora_version(text(lora, "lora"))
         root = root_digest(
             self.fingerprint,
             hash_unit_tokens=self._unit,
             salt=salt,
             lora=lora,
-            lora_version=self.lora_version(text(lora, "lora")),
+            lora_version=version,
         )
-        return self._intern(Namespace(root, foreign, salt, lora))
+        epoch = self.fingerprint.weights_epoch
+        return self._intern(Namespace(root, foreign, salt, lora, version, epoch))
 
     def _intern(self, entry: Namespace) -> int:
         number = self._numbers.get(entry)
@@ -85,7 +103,11 @@ class Namespaces:
             self.entries.append(entry)
             self.outside.append(entry.outside)
         else:
-            del self._numbers[self.entries[number]]
+            former = self.entries[number]
+            del self._numbers[former]
+            self._former[former.root] = former
+            if len(self._former) > KEPT_FORMER:
+                del self._former[next(iter(self._former))]
             self.entries[number], self.outside[number] = entry, entry.outside
         self._numbers[entry] = number
         self.labels[number] = entry.label
@@ -117,6 +139,10 @@ class Namespaces:
             for entry, number in self._numbers.items()
             if salt in {None, entry.salt} and lora in {None, entry.lora}
         ]
+
+    def of_root(self, root: bytes) -> Namespace | None:
+        """What is known of a root. O(roots)."""
+        return next((e for e in self.entries if e.root == root), self._former.get(root))
 
     def of_digest(self, outside: bytes) -> list[int]:
         """Numbers under which keys of an outside namespace may be filed."""

@@ -79,6 +79,13 @@ class Forgetful(PoolScheduler):
         self._promises.pop(request, None)
 
 
+class Grasping(PoolScheduler):
+    """Holds what it is asked about."""
+
+    def holds(self, keys: RequestKeys) -> Any:
+        return self.lookup(keys)
+
+
 class OneNamespace(PoolScheduler):
     """Takes all namespaces for one."""
 
@@ -280,6 +287,7 @@ class Endless(Wrapped):
         (EarlyIndex, {"a_store_is_visible_only_after_complete"}),
         (Unpinned, {"a_promise_survives_pressure", "lookup_is_idempotent"}),
         (Forgetful, {"lookup_is_idempotent", "a_new_lookup_replaces_the_old"}),
+        (Grasping, {"what_is_held_is_told_without_a_promise"}),
         (OneNamespace, {"namespaces_never_mix"}),
         (Credulous, {"a_failed_store_leaves_no_key", "a_copy_that_raises_fails_its_transfer_only"}),
         (Hasty, {"a_late_transfer_keeps_its_slots_until_the_final_result"}),

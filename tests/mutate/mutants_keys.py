@@ -331,8 +331,8 @@ KEYS = [
     Mutant(
         "the deepest evicted block is called new",
         "csrc/arena_keys.cpp",
-        "if (ghosts_.contains(hashes[i])) return end - i;",
-        "if (ghosts_.contains(hashes[i])) return end - i - 1;",
+        "episode && episode >= since) return end - i;",
+        "episode && episode >= since) return end - i - 1;",
         (
             LAW + "06_resend.py"
             "::test_law_06_under_eviction_every_token_lost_by_a_resend_is_reported_as_evicted",

@@ -1,0 +1,155 @@
+"""`kvcache explain TRACE`: why the requests of a trace lost tokens, with the evidence."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import sys
+import time
+from typing import Any, NamedTuple
+
+from kvcache.bench.traces import TraceRequest
+from kvcache.commands.output import Progress, emit_json
+from kvcache.commands.replay import add_trace_arguments, open_replay
+from kvcache.core.errors import ConfigError
+from kvcache.core.explain_words import lines
+from kvcache.core.explanation import Explanation, LastBlock, NotStored
+
+HELP = (
+    "Replays a trace through the block manager and says why tokens were no hit: sums by cause, and the"
+    " requests that lost most beside new content, in words. Times are those of the replay, not of the trace."
+)
+
+DEFAULT_TOP = 5
+MOST_TOP = 10_000
+
+
+class Explained(NamedTuple):
+    """One request of the trace and what it lost."""
+
+    request: TraceRequest
+    explanation: Explanation
+
+    @property
+    def avoidable(self) -> int:
+        """Lost tokens, but for those that every cache loses: new content, and the last block."""
+        return sum(
+            loss.tokens
+            for loss in self.explanation.losses
+            if not isinstance(loss.evidence, LastBlock)
+            and not (isinstance(loss.evidence, NotStored) and loss.evidence.why == "new")
+        )
+
+    def values(self) -> dict[str, Any]:
+        """As JSON."""
+        request, explanation = self.request, self.explanation
+        return {
+            "line": request.line,
+            "session": request.session,
+            "agent": request.agent,
+            "prompt_tokens": explanation.prompt_tokens,
+            "hit_tokens": explanation.hit_tokens,
+            "losses": [
+                {
+                    "cause": loss.cause,
+                    "told": loss.told,
+                    "start": loss.start,
+                    "end": loss.end,
+                    "evidence": plain(loss.evidence),
+                    "words": words,
+                }
+                for loss, words in zip(explanation.losses, lines(explanation), strict=True)
+            ],
+        }
+
+    def describe(self) -> list[str]:
+        """In words."""
+        request, explanation = self.request, self.explanation
+        session = f", session {request.session!r}" if request.session else ""
+        head = (
+            f"line {request.line}{session}: {explanation.hit_tokens:,} of"
+            f" {explanation.prompt_tokens:,} tokens were hit"
+        )
+        return [head, *(f"  {line}" for line in lines(explanation))]
+
+
+def plain(value: object) -> Any:
+    """Records as objects, by the names of their fields."""
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: plain(field) for name, field in value._asdict().items()}
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The trace, how to replay it, and which requests to show."""
+    add_trace_arguments(parser)
+    parser.add_argument(
+        "--top",
+        type=int,
+        default=DEFAULT_TOP,
+        metavar="N",
+        help="how many of the requests to show that lost most, new content and last blocks apart"
+        f" (default: {DEFAULT_TOP})",
+    )
+    parser.add_argument(
+        "--request",
+        type=int,
+        metavar="LINE",
+        help="show the request on this line of the trace alone; the replay ends with it",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay and explain; 0 unless the request is not there."""
+    if not 0 <= args.top <= MOST_TOP:
+        raise ConfigError(f"--top is {args.top}: it must be from 0 to {MOST_TOP}")
+    started = time.perf_counter()
+    replay, requests = open_replay(args)
+    worst: list[tuple[int, int, Explained]] = []
+    count = 0
+    with Progress() as progress:
+        for count, request in enumerate(requests, 1):
+            explained = Explained(request, replay.serve(request))
+            progress.update(f"explain: {count} requests, {time.perf_counter() - started:.0f} s")
+            if args.request is not None:
+                if request.line != args.request:
+                    continue
+                worst = [(0, 0, explained)]
+                break
+            if request.counted and args.top:
+                entry = (explained.avoidable, -count, explained)
+                (heapq.heappush if len(worst) < args.top else heapq.heappushpop)(worst, entry)
+    if args.request is not None and not worst:
+        raise ConfigError(
+            f"--request {args.request}: none of the {count} replayed requests of {args.trace} is on"
+            " that line"
+        )
+    shown = [explained for _, _, explained in sorted(worst, reverse=True)]
+    report = replay.report() | {
+        "shown": [explained.values() for explained in shown],
+        "wall_seconds": time.perf_counter() - started,
+    }
+    if args.json:
+        emit_json(report)
+    else:
+        sys.stdout.write("\n".join(describe(report, shown)) + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+def describe(report: dict[str, Any], shown: list[Explained]) -> list[str]:
+    """Sums, then the requests, for people."""
+    prompt = max(1, report["prompt_tokens"])
+    rate = report["hit_tokens"] / prompt
+    requests = f"{report['requests']:,} requests"
+    rows = [f"{requests}, {report['prompt_tokens']:,} prompt tokens, {rate:.4f} of them hit; lost:"]
+    rows += [
+        f"  {cause:13}  {tokens / prompt:.4f}  ({tokens:,} tokens)"
+        for cause, tokens in report["lost_tokens_by_cause"].items()
+        if tokens
+    ]
+    for explained in shown:
+        rows += ["", *explained.describe()]
+    return rows
