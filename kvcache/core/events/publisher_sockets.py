@@ -57,6 +57,7 @@ class PublisherSockets:
             if self.router is not None and replay_endpoint is not None:
                 what, place = "replays (replay_endpoint) cannot be served at", replay_endpoint
                 place = for_rank(replay_endpoint, rank)
+                _require_other(endpoint, replay_endpoint)
                 ReplayServer.prepare(self.router)
                 self.router.bind(place)
                 self.replay_endpoint = self.router.get_string(zmq.LAST_ENDPOINT)
@@ -90,3 +91,9 @@ class PublisherSockets:
     def close_waker(self) -> None:
         """After the thread has ended: `wake` does nothing any more."""
         self._wake_write.close()
+
+
+def _require_other(endpoint: str, replay_endpoint: str) -> None:
+    """`ConfigError` for one address twice: a second ipc socket takes the path away without an error."""
+    if endpoint == replay_endpoint and not endpoint.endswith((":0", ":*")):
+        raise ConfigError("endpoint is the same: give each an address of its own")
