@@ -307,7 +307,7 @@ def _percent(rate: float | None) -> str:
 
 def _stalls(row: dict[str, Any], requests: int) -> Iterator[str]:
     """A line for each run that the peer could not end in this pool: it has no hit rate."""
-    for name, run in zip(PEER_RUNS, row["peer"], strict=True):
+    for name, run in zip(PEER_RUNS, row["peer"], strict=False):
         if run["hit_rate"] is None:
             yield (
                 f"  {row['preset']}, {row['blocks']} blocks: vLLM {name} stalled after"

@@ -78,7 +78,8 @@ class Manager(ClearCalls):
             raise ConfigError(f"geometry is {shown(geometry)}: give a Geometry")
         if fingerprint is not None and not isinstance(fingerprint, Fingerprint):
             raise ConfigError(f"fingerprint is {shown(fingerprint)}: give a Fingerprint")
-        require_policy(retention)
+        names = tuple(g.name for g in geometry.groups)
+        require_policy(retention, geometry.grid_tokens, names)
         super().__init__(
             geometry,
             slabs,
@@ -92,7 +93,7 @@ class Manager(ClearCalls):
         self._namespaces = Namespaces(
             fingerprint or Fingerprint(), geometry.hash_unit_tokens, self._namespace_use
         )
-        self._group_names = tuple(g.name for g in geometry.groups)
+        self._group_names = names
         self._shapes: dict[int, TurnShape] = {}
 
     # ---- opening and closing -------------------------------------------------------------------
