@@ -147,6 +147,7 @@ def test_older_files_of_gemma_3_leave_out_what_equals_the_default() -> None:
         Window(layers=29, kv_heads=4, head_dim=256, window=1024),
     )
     assert [text.split(":")[0] for text in found.unverified] == [
+        "sliding_window_pattern 6",
         "num_key_value_heads 4",
         "head_dim 256",
     ]
@@ -205,8 +206,9 @@ def test_the_text_part_decides_where_the_wrapper_is_unknown() -> None:
 
 
 def test_a_minimax_without_sparse_layers_has_no_index_keys() -> None:
-    dense = changed("minimax-m3", sparse_attention_config=None)
-    assert read_hf_config(dense).layers == (Full(layers=60, kv_heads=4, head_dim=128),)
+    dense = read_hf_config(changed("minimax-m3", sparse_attention_config=None))
+    assert dense.layers == (Full(layers=60, kv_heads=4, head_dim=128),)
+    assert dense.unverified[0].startswith("sparse_attention_config: the file has none, nor layer")
     sparse = read_hf_config(recorded("minimax-m3.transformers")).layers
     assert sparse == (
         Indexed(layers=60, indexed_layers=57, kv_heads=4, head_dim=128, index_dim=128),
@@ -254,13 +256,7 @@ def test_each_field_that_is_missing_is_named(name: str) -> None:
 
 OPTIONAL = {
     "attention_k_eq_v",  # false without it
-    "head_dim",  # hidden size over heads without it
-    "index_head_dim",  # no indexer without it
     "num_global_key_value_heads",  # as the others without it
-    "num_key_value_heads",  # one for each query head without it
-    "sliding_window_pattern",  # 6 without it
-    "sparse_attention_config",  # no sparse layers without it
-    "layer_types",
 }
 
 
