@@ -16,6 +16,7 @@ from kvcache.bench.agents_peer import ask_peer
 from kvcache.bench.agents_presets import PRESETS, STATE_BYTES, AgentPreset
 from kvcache.bench.agents_trace import TRACES, AgentRequest, AgentTrace, ideal_hit_tokens
 from kvcache.bench.peer import PEER_SECONDS, check_peer, check_seconds, peer_python
+from kvcache.core.alike import alike
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
@@ -98,7 +99,9 @@ class _Case(NamedTuple):
 def _known(option: str, given: Sequence[str], known: Sequence[str] | dict[str, Any]) -> None:
     for name in given:
         if name not in known:
-            raise ConfigError(f"{option} is {name!r}: choose from {', '.join(known)}")
+            raise ConfigError(
+                f"{option} is {name!r}{alike(name, known)}: choose from {', '.join(known)}"
+            )
 
 
 def run_agents_bench(bench: AgentsBench, progress: Progress) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcache.commands.numbers import whole_number
 from kvcache.commands.output import (
     Progress,
     as_json,
@@ -52,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " layers (default: auto, smollm2 where it is installed)",
     )
     for name, text in NUMBERS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=whole_number, metavar="N", help=text
+        )
     parser.add_argument(
         "--files",
         nargs="+",

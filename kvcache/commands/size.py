@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from decimal import Decimal
 from typing import Any
 
 from kvcache.bench.size_report import SizeRequest, size_report
+from kvcache.commands.numbers import SUFFIXES, byte_count, retention, token_count, whole_number
 from kvcache.commands.output import emit_json
-from kvcache.commands.replay import retention, token_count
 from kvcache.presets import names
 from kvcache.presets.serving import KV_DTYPES
 
@@ -22,31 +20,6 @@ HELP = (
 )
 
 COLUMNS = 100
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
-_MOST_BYTES = 2**56
-
-
-def byte_count(text: str) -> int:
-    """A number of bytes: 80GB, 141 GB, 24GiB, 85899345920. GB is 10^9, GiB is 2^30."""
-    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?) ?([kKMGT]?i?B?)", text, re.ASCII)
-    if match and match[2] in _UNITS and len(text) <= 32:
-        value = int(Decimal(match[1].replace("_", "")) * _UNITS[match[2]])
-        if 0 < value <= _MOST_BYTES:
-            return value
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not a number of bytes: expected one above 0, such as 80GB, 24GiB or 85899345920"
-    )
 
 
 def context_list(text: str) -> list[int]:
@@ -64,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     served = parser.add_argument_group("how it is served")
     served.add_argument(
-        "--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)"
+        "--tp", type=whole_number, default=1, metavar="N", help="tensor-parallel ranks (default: 1)"
     )
     served.add_argument(
         "--dcp",
-        type=int,
+        type=whole_number,
         default=1,
         metavar="N",
         help="context-parallel ranks, among which the tokens of full attention are dealt out"
@@ -91,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=retention,
         default=0,
         metavar="dense|0|N",
-        help="retention of windows and states in cached sessions (default: 0)",
+        help=f"retention of windows and states in cached sessions (default: 0); {SUFFIXES}",
     )
     asked = parser.add_argument_group("what is asked")
     asked.add_argument(
@@ -99,13 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=context_list,
         action="extend",
         metavar="C[,C...]",
-        help="tokens of a session, repeatable (default: 8192, 131072 and 1048576)",
+        help="tokens of a session, such as 128Ki, repeatable (default: 8Ki, 128Ki and 1Mi);"
+        f" {SUFFIXES}",
     )
     asked.add_argument(
         "--memory",
         type=byte_count,
         metavar="BYTES",
-        help="bytes for the cache on each rank, such as 80GB or 24GiB: how many sessions fit",
+        help="bytes for the cache on each rank, such as 80GB (powers of ten) or 24GiB (of two): how"
+        " many sessions fit",
     )
     asked.add_argument(
         "--trace",

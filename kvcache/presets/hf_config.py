@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from kvcache.core.alike import alike
 from kvcache.core.errors import ConfigError, InputError
 from kvcache.core.layout import Geometry
 from kvcache.core.values import shown
@@ -173,7 +174,8 @@ def _read(name: str, where: str, values: Mapping[str, object]) -> Model:
     model_type = next((t for t in types if t in _READERS), None)
     if model_type is None:
         found = f"model type {', '.join(dict.fromkeys(types))}" if types else "no model_type"
-        raise fields.error(f"{found}: what can be read is {', '.join(known_types())}")
+        like = alike(types[0], known_types()) if types else ""
+        raise fields.error(f"{found}{like}: what can be read is {', '.join(known_types())}")
     inner = inner.of_class(CLASS_DEFAULTS.get(model_type))
     layers = _READERS[model_type](inner)
     return Model(

@@ -59,6 +59,11 @@ def heads(fields: Fields) -> tuple[int, int]:
     else:
         kv_heads = fields.whole("num_attention_heads")
         fields.assume("num_key_value_heads", kv_heads, "one for each query head")
+    if fields.has("num_attention_heads") and fields.whole("num_attention_heads") % kv_heads:
+        fields.assumed.append(
+            f"num_key_value_heads {kv_heads}: it does not divide num_attention_heads"
+            f" {fields.whole('num_attention_heads')}, as grouped queries need: no engine serves that"
+        )
     if fields.known("head_dim"):
         return kv_heads, fields.whole("head_dim")
     queries, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")

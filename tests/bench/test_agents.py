@@ -157,7 +157,7 @@ def test_the_verb_writes_one_json_object(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "gpt"], "--preset is 'gpt': choose from gptoss"),
+        (["--preset", "gpt"], "--preset is 'gpt' (did you mean 'gptoss'?): choose from gptoss"),
         (
             ["--interval", "0", "--interval", "5"],
             "--interval is 5: it must be 0 or a multiple of gptoss's hit grid of 16 tokens",
