@@ -66,7 +66,8 @@ def size_report(asked: SizeRequest) -> dict[str, Any]:
     slabs = None if memory is None else geometry.slabs_in(memory)
     if slabs == 0:
         raise ConfigError(
-            f"--memory {memory} is less than one slab of this model, {geometry.slab_bytes} bytes"
+            f"--memory {human_bytes(memory or 0)} is less than one slab of this model,"
+            f" {human_bytes(geometry.slab_bytes)}"
         )
     sessions = [_session(geometry, tokens, interval, slabs) for tokens in asked.contexts]
     at_boundary, per_token = boundary_bytes(geometry), bytes_per_token(geometry)
@@ -96,6 +97,14 @@ def size_report(asked: SizeRequest) -> dict[str, Any]:
         "unverified": list(chosen.unverified),
         "sources": list(chosen.sources),
     }
+
+
+def human_bytes(value: float) -> str:
+    """In the largest binary unit of which there is one."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= scale:
+            return f"{value / scale:,.2f} {unit}"
+    return f"{value:,.0f} B"
 
 
 def _geometry(chosen: Model, asked: SizeRequest) -> Geometry:
@@ -274,7 +283,7 @@ def _copies(chosen: Model, tp: int) -> int:
 def _too_small(sessions: list[dict[str, Any]]) -> list[str]:
     return [
         f"no session of {session['context_tokens']:,} tokens can run in this memory: the smallest"
-        f" arena has {session['smallest_arena_bytes']:,} bytes"
+        f" arena has {human_bytes(session['smallest_arena_bytes'])}"
         for session in sessions
         if session["sessions_that_fit"] and not session["sessions_that_fit"]["running"]
     ]

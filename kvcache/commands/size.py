@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache.bench.size_report import SizeRequest, size_report
+from kvcache.bench.size_report import SizeRequest, human_bytes, size_report
 from kvcache.commands.numbers import SUFFIXES, byte_count, retention, token_count, whole_number
 from kvcache.commands.output import emit_json
 from kvcache.presets import names
@@ -113,13 +113,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _bytes(value: float) -> str:
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= scale:
-            return f"{value / scale:,.2f} {unit}"
-    return f"{value:,.0f} B"
-
-
 def describe(report: dict[str, Any]) -> list[str]:
     """The report as tables for people, at most `COLUMNS` wide."""
     lines = [
@@ -148,7 +141,7 @@ def describe(report: dict[str, Any]) -> list[str]:
 
 def _describe_rank(report: dict[str, Any]) -> list[str]:
     parts = [
-        f"{title} {_bytes(report[name])}"
+        f"{title} {human_bytes(report[name])}"
         for title, name in (
             ("states", "state_bytes"),
             ("windows", "window_bytes"),
@@ -158,14 +151,17 @@ def _describe_rank(report: dict[str, Any]) -> list[str]:
     ]
     boundary = "nothing: every block is one"
     if report["bytes_per_boundary"]:
-        boundary = f"{_bytes(report['bytes_per_boundary'])}  ({', '.join(parts)})"
+        boundary = f"{human_bytes(report['bytes_per_boundary'])}  ({', '.join(parts)})"
         if report["boundary_as_tokens"] is not None:
             boundary += f", as much as KV of {report['boundary_as_tokens']:,.0f} tokens"
     rows = [
         ("per token", f"{report['bytes_per_token']:,} B"),
         ("per boundary", boundary),
         ("hit grid", f"{report['grid_tokens']:,} tokens"),
-        ("slab", f"{_bytes(report['slab_bytes'])}, padding {report['padding_waste']:.2%} at most"),
+        (
+            "slab",
+            f"{human_bytes(report['slab_bytes'])}, padding {report['padding_waste']:.2%} at most",
+        ),
     ]
     return [f"{name:12}  {value}" for name, value in rows]
 
@@ -178,9 +174,9 @@ def _describe_groups(groups: list[dict[str, Any]]) -> list[str]:
             group["kind"],
             f"{group['layers']}",
             f"{group['tokens_per_page']:,}" if group["tokens_per_page"] else "-",
-            _bytes(group["page_bytes"]),
+            human_bytes(group["page_bytes"]),
             f"{group['bytes_per_token']:,}" if group["bytes_per_token"] else "-",
-            _bytes(group["boundary_bytes"]) if group["boundary_bytes"] else "-",
+            human_bytes(group["boundary_bytes"]) if group["boundary_bytes"] else "-",
             f"{group['pages_per_slab']:,}",
             f"{group['padding']:.2%}",
         )
@@ -198,9 +194,9 @@ def _describe_contexts(report: dict[str, Any]) -> list[str]:
     for context in report["contexts"]:
         row = [
             f"{context['context_tokens']:,}",
-            _bytes(context["running"]["bytes"]),
-            _bytes(context["smallest_arena_bytes"]),
-            _bytes(context["cached"]["bytes"]),
+            human_bytes(context["running"]["bytes"]),
+            human_bytes(context["smallest_arena_bytes"]),
+            human_bytes(context["cached"]["bytes"]),
             f"{context['cached']['boundaries']:,}",
         ]
         if memory is not None:
@@ -209,7 +205,7 @@ def _describe_contexts(report: dict[str, Any]) -> list[str]:
         rows.append(tuple(row))
     title = f"a session of so many tokens, cached at interval {report['interval']}"
     if memory is not None:
-        title += f"; how many fit in {_bytes(memory)}"
+        title += f"; how many fit in {human_bytes(memory)}"
     return [f"{title}:", *_table(tuple(header), rows, left=0)]
 
 
