@@ -16,6 +16,7 @@ from kvcache.bench.agents_peer import ask_peer
 from kvcache.bench.agents_presets import PRESETS, STATE_BYTES, AgentPreset
 from kvcache.bench.agents_trace import TRACES, AgentRequest, AgentTrace, ideal_hit_tokens
 from kvcache.bench.peer import PEER_SECONDS, check_peer, check_seconds, peer_python
+from kvcache.core.alike import alike
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
@@ -25,6 +26,9 @@ from kvcache.retention import Sparse
 
 STEP_TOKENS = 8192
 """Token budget of one step, on both sides."""
+
+PEER_RUNS = ("None", "0", "N")
+"""Retention intervals of the peer, in the order of its runs; N: the preset's own for this trace."""
 
 _CHECK_EVERY_STEPS = 500
 
@@ -95,7 +99,9 @@ class _Case(NamedTuple):
 def _known(option: str, given: Sequence[str], known: Sequence[str] | dict[str, Any]) -> None:
     for name in given:
         if name not in known:
-            raise ConfigError(f"{option} is {name!r}: choose from {', '.join(known)}")
+            raise ConfigError(
+                f"{option} is {name!r}{alike(name, known)}: choose from {', '.join(known)}"
+            )
 
 
 def run_agents_bench(bench: AgentsBench, progress: Progress) -> dict[str, Any]:
@@ -254,6 +260,8 @@ class _Traced:
                     f" ours {row['block_bytes']}: the pools would not be equal; use the version"
                     f" of {bench.peer} that bench/peers/vllm_core.py names"
                 )
+            if result.get("stalled"):  # of a part of the trace: nothing to compare with
+                result["hit_rate"] = None
             row["peer"].append(result)
         return environment
 
@@ -273,12 +281,13 @@ def describe(report: dict[str, Any]) -> Sequence[str]:
         if rows:
             lines.append(_headings(rows[0]))
             lines += map(_line, rows)
+            lines += [text for row in rows for text in _stalls(row, trace["requests"])]
     return lines
 
 
 def _headings(row: dict[str, Any]) -> str:
     ours = [f"{'decl' if r['declared'] else 'undecl'} {r['interval']}" for r in row["ours"]]
-    peer = [f"vLLM {name}" for name in ("None", "0", "N")] if row["peer"] else []
+    peer = [f"vLLM {name}" for name in PEER_RUNS] if row["peer"] else []
     return (
         f"{'model':10}{'blocks':>7}{'MiB':>6}{'grid':>5} {'ideal':>6}{'undecl':>7} "
         + "".join(f"{text:>12}" for text in ours)
@@ -291,5 +300,19 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['preset']:10}{row['blocks']:7}{row['pool_bytes'] >> 20:6}{row['grid_tokens']:5}"
         f" {100 * row['ideal_declared']:6.2f}{100 * row['ideal_undeclared']:7.2f} "
         + "".join(f"{100 * run['hit_rate']:12.2f}" for run in row["ours"])
-        + "".join(f"{100 * run['hit_rate']:10.2f}" for run in row["peer"])
+        + "".join(f"{_percent(run['hit_rate']):>10}" for run in row["peer"])
     )
+
+
+def _percent(rate: float | None) -> str:
+    return "stalled" if rate is None else f"{100 * rate:.2f}"
+
+
+def _stalls(row: dict[str, Any], requests: int) -> Iterator[str]:
+    """A line for each run that the peer could not end in this pool: it has no hit rate."""
+    for name, run in zip(PEER_RUNS, row["peer"], strict=False):
+        if run["hit_rate"] is None:
+            yield (
+                f"  {row['preset']}, {row['blocks']} blocks: vLLM {name} stalled after"
+                f" {run['requests']} of {requests} requests: no rate to compare"
+            )

@@ -80,6 +80,8 @@ def setting_values(path: Path, settings: ReplaySettings, geometry: Geometry) -> 
         "trace": str(path),
         "preset": settings.preset,
         "tp": settings.tp,
+        "dcp": settings.dcp,
+        "kv_dtype": settings.kv_dtype,
         "block_tokens": settings.block_tokens,
         "grid_tokens": geometry.grid_tokens,
         "pool_tokens": "inf" if settings.pool_tokens is None else settings.pool_tokens,

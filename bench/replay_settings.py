@@ -11,7 +11,7 @@ from kvcache.core.layout import Geometry
 from kvcache.core.native_manager import most_slabs
 from kvcache.core.records import MOST_TOKENS, UNLIMITED
 from kvcache.core.retain import RetentionPolicy
-from kvcache.presets import preset
+from kvcache.presets.find import find_model
 from kvcache.retention import Dense, Sparse
 
 DEFAULT_PRESET = "llama-3-8b"
@@ -20,7 +20,7 @@ DEFAULT_PRESET = "llama-3-8b"
 STEP_TOKENS = 8192
 """Token budget of one step."""
 
-MOST_TP = 4096
+MOST_RANKS = 4096
 """No model has so many heads: further ranks would only hold copies."""
 
 
@@ -29,7 +29,9 @@ class ReplaySettings:
     """One run. `pool_tokens` None: no bound; `retention_tokens` None: dense, else the interval.
 
     Args:
-        tp: tensor-parallel ranks; pages and bytes are those of one of them.
+        preset: a name, or the path of a config.json or of its folder.
+        tp, dcp: tensor- and context-parallel ranks; pages and bytes are those of one of them.
+        kv_dtype: format of the KV: all as in `kvcache.presets.serving.Serving`.
         pool_tokens: the arena has the bytes that the KV of so many tokens takes. States and
             windows share them.
         movable: the engine copies cached pages when the manager says so.
@@ -40,6 +42,8 @@ class ReplaySettings:
     pool_tokens: int | None = None
     preset: str = DEFAULT_PRESET
     tp: int = 1
+    dcp: int = 1
+    kv_dtype: str = "auto"
     retention_tokens: int | None = None
     movable: bool = True
     oracle: bool = False
@@ -49,8 +53,9 @@ class ReplaySettings:
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
             raise ConfigError(f"--block-tokens is {self.block_tokens}: it must be above 0")
-        if not 1 <= self.tp <= MOST_TP:
-            raise ConfigError(f"--tp is {self.tp}: it must be from 1 to {MOST_TP}")
+        for option, ranks in (("--tp", self.tp), ("--dcp", self.dcp)):
+            if not 1 <= ranks <= MOST_RANKS:
+                raise ConfigError(f"{option} is {ranks}: it must be from 1 to {MOST_RANKS}")
         geometry = self.geometry  # names an unknown preset
         if self.pool_tokens is not None and self.pool_tokens < self.block_tokens:
             raise ConfigError(
@@ -69,8 +74,11 @@ class ReplaySettings:
     @cached_property
     def geometry(self) -> Geometry:
         """The preset's groups, as one rank has them."""
+        found, _ = find_model(self.preset)
         try:
-            return preset(self.preset, block_tokens=self.block_tokens, tp=self.tp)
+            return found.geometry(
+                block_tokens=self.block_tokens, tp=self.tp, dcp=self.dcp, kv_dtype=self.kv_dtype
+            )
         except ConfigError as error:
             raise ConfigError(
                 f"--preset {self.preset} with --block-tokens {self.block_tokens}: {error}"

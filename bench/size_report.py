@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvcache.bench.interval import Suggestion, suggest_interval
@@ -18,8 +17,8 @@ from kvcache.bench.sizing import (
 from kvcache.bench.traces import open_trace
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
-from kvcache.core.values import shown
-from kvcache.presets import Model, model, names, read_hf_config
+from kvcache.presets import Model
+from kvcache.presets.find import find_model
 from kvcache.presets.layers import CompressedLatent, Full, Indexed, Latent
 
 _GRID_TOKENS = 128
@@ -67,7 +66,8 @@ def size_report(asked: SizeRequest) -> dict[str, Any]:
     slabs = None if memory is None else geometry.slabs_in(memory)
     if slabs == 0:
         raise ConfigError(
-            f"--memory {memory} is less than one slab of this model, {geometry.slab_bytes} bytes"
+            f"--memory {human_bytes(memory or 0)} is less than one slab of this model,"
+            f" {human_bytes(geometry.slab_bytes)}"
         )
     sessions = [_session(geometry, tokens, interval, slabs) for tokens in asked.contexts]
     at_boundary, per_token = boundary_bytes(geometry), bytes_per_token(geometry)
@@ -99,23 +99,12 @@ def size_report(asked: SizeRequest) -> dict[str, Any]:
     }
 
 
-def find_model(name: str) -> tuple[Model, str]:
-    """A preset of this name, else the config at this path; and which of both it was."""
-    if name in names():
-        return model(name), "preset"
-    if _exists(name):
-        return read_hf_config(name), "config"
-    raise ConfigError(
-        f"there is no preset {shown(name)}, and no config.json or folder of that path: presets are"
-        f" {', '.join(names())}"
-    )
-
-
-def _exists(name: str) -> bool:
-    try:
-        return bool(name) and Path(name).exists()
-    except (OSError, ValueError):  # too long, or no name at all
-        return False
+def human_bytes(value: float) -> str:
+    """In the largest binary unit of which there is one."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= scale:
+            return f"{value / scale:,.2f} {unit}"
+    return f"{value:,.0f} B"
 
 
 def _geometry(chosen: Model, asked: SizeRequest) -> Geometry:
@@ -125,7 +114,11 @@ def _geometry(chosen: Model, asked: SizeRequest) -> Geometry:
         )
 
     if asked.block_tokens is not None:
-        return pages_of(asked.block_tokens)
+        try:
+            return pages_of(asked.block_tokens)
+        except ConfigError as error:
+            pages_of(_GRID_TOKENS)  # if these do not work either, it is not the block
+            raise ConfigError(f"--block-tokens {asked.block_tokens}: {error}") from error
     try:
         return pages_of(max(_LEAST_BLOCK, _GRID_TOKENS // max(1, asked.dcp)))
     except ConfigError:  # entries of many tokens need pages of as many
@@ -250,6 +243,29 @@ def _notes(chosen: Model, geometry: Geometry, asked: SizeRequest) -> list[str]:
             "index keys have a byte an element and a scale in every format; on Hopper vLLM serves"
             " sparse MLA in fp8_ds_mla when fp8 is asked for"
         )
+    return [*notes, *_dealt(chosen, asked.tp)]
+
+
+def _dealt(chosen: Model, tp: int) -> list[str]:
+    """Where tensor parallelism does not deal out evenly, or has more ranks than parts."""
+    notes = []
+    for what, count in {
+        k: n for layers in chosen.layers for k, n in layers.dealt().items()
+    }.items():
+        if tp <= count:
+            if count % tp:
+                notes.append(
+                    f"TP {tp} does not divide the {count} {what}: bytes are those of the rank that"
+                    f" has {-(-count // tp)} of them, others have fewer; engines refuse such a TP"
+                )
+        else:
+            uneven = (
+                "" if tp % count == 0 else f"; engines refuse a TP that {count} does not divide"
+            )
+            notes.append(
+                f"TP {tp} is more than the {count} {what}: each rank keeps one, several the same,"
+                f" which costs a rank no less than TP {count}{uneven}"
+            )
     return notes
 
 
@@ -267,7 +283,7 @@ def _copies(chosen: Model, tp: int) -> int:
 def _too_small(sessions: list[dict[str, Any]]) -> list[str]:
     return [
         f"no session of {session['context_tokens']:,} tokens can run in this memory: the smallest"
-        f" arena has {session['smallest_arena_bytes']:,} bytes"
+        f" arena has {human_bytes(session['smallest_arena_bytes'])}"
         for session in sessions
         if session["sessions_that_fit"] and not session["sessions_that_fit"]["running"]
     ]

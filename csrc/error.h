@@ -18,7 +18,8 @@ int32_t guarded(Body&& body) noexcept {
     try {
         return body();
     } catch (const std::bad_alloc&) {
-        return fail(KVC_E_MEMORY, "out of memory: use a smaller pool or fewer tokens");
+        return fail(KVC_E_MEMORY,
+                    "out of memory: lower slabs (Manager) or capacity (PagePool), or the tokens of open requests");
     } catch (const std::exception& error) {
         return fail(KVC_E_INVARIANT, "unexpected: %s", error.what());
     } catch (...) {

@@ -72,7 +72,7 @@ int32_t Manager::unknown(int64_t handle) const {
 
 int32_t Manager::check_group(int32_t group) const {
     if (group >= 0 && group < n_groups_) return KVC_OK;
-    return fail(KVC_E_ARGUMENT, "group %d: there are %d", group, n_groups_);
+    return fail(KVC_E_ARGUMENT, "there is no group %d: the geometry has %d, numbered from 0", group, n_groups_);
 }
 
 // ---- reading --------------------------------------------------------------------------------------------------------
@@ -177,7 +177,8 @@ int32_t Manager::arena_stats(kvc_arena_stats* out) {
 
 int32_t Manager::class_stats(int32_t size_class, kvc_class_stats* out) {
     if (size_class < 0 || size_class >= static_cast<int32_t>(pages_per_slab_.size()))
-        return fail(KVC_E_ARGUMENT, "size class %d: there are %zu", size_class, pages_per_slab_.size());
+        return fail(KVC_E_ARGUMENT, "there is no size class %d: the geometry has %zu, numbered from 0", size_class,
+                    pages_per_slab_.size());
     *out = {};
     out->slabs = arena_.owned_slabs(size_class);
     out->free = arena_.free_pages(size_class);

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _LAZY = {
+    "ArenaStats": "kvcache.core.records",
     "CapacityError": "kvcache.core.errors",
     "ChunkedLocal": "kvcache.core.specs",
+    "ClassStats": "kvcache.core.records",
     "Compressed": "kvcache.core.specs",
     "ConfigError": "kvcache.core.errors",
     "CpuConnector": "kvcache.connectors.cpu",
@@ -22,8 +24,11 @@ _LAZY = {
     "Fingerprint": "kvcache.core.hashing",
     "FullAttention": "kvcache.core.specs",
     "Geometry": "kvcache.core.layout",
+    "Grant": "kvcache.core.records",
     "GroupRules": "kvcache.core.specs",
+    "GroupStats": "kvcache.core.records",
     "HandleError": "kvcache.core.errors",
+    "Hit": "kvcache.core.records",
     "IndexedAttention": "kvcache.core.specs",
     "InputError": "kvcache.core.errors",
     "InvariantError": "kvcache.core.errors",
@@ -32,6 +37,7 @@ _LAZY = {
     "LatentWindow": "kvcache.core.specs",
     "Loss": "kvcache.core.explanation",
     "Manager": "kvcache.core.manager",
+    "ManagerStats": "kvcache.core.records",
     "Media": "kvcache.core.media",
     "MissingPackageError": "kvcache.core.errors",
     "MisuseError": "kvcache.core.errors",
@@ -41,11 +47,13 @@ _LAZY = {
     "PoolingState": "kvcache.core.specs",
     "PromptEmbeddings": "kvcache.core.media",
     "RecurrentState": "kvcache.core.specs",
+    "RequestInfo": "kvcache.core.records",
     "RetentionPlan": "kvcache.retention",
     "RetentionPolicy": "kvcache.retention",
     "RingBuffer": "kvcache.core.specs",
     "SlidingWindow": "kvcache.core.specs",
     "Sparse": "kvcache.retention",
+    "StatePlan": "kvcache.core.records",
     "TurnShape": "kvcache.retention",
     "UNLIMITED": "kvcache.core.records",
 }
@@ -72,7 +80,17 @@ if TYPE_CHECKING:
     from kvcache.core.layout import Geometry as Geometry
     from kvcache.core.manager import Manager as Manager
     from kvcache.core.media import Media as Media, PromptEmbeddings as PromptEmbeddings
-    from kvcache.core.records import UNLIMITED as UNLIMITED
+    from kvcache.core.records import (
+        UNLIMITED as UNLIMITED,
+        ArenaStats as ArenaStats,
+        ClassStats as ClassStats,
+        Grant as Grant,
+        GroupStats as GroupStats,
+        Hit as Hit,
+        ManagerStats as ManagerStats,
+        RequestInfo as RequestInfo,
+        StatePlan as StatePlan,
+    )
     from kvcache.core.specs import (
         ChunkedLocal as ChunkedLocal,
         Compressed as Compressed,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import kvcache
+from kvcache.core.alike import alike
 from kvcache.core.errors import CapacityError, ConfigError, InputError, KVCacheError
 
 FAILED = 1
@@ -34,6 +35,8 @@ VERBS = {
     "size": "KV bytes of a model per token, boundary and session; what fits; which interval pays",
 }
 
+_WITHOUT_VERB = ("-h", "--help", "-V", "--version")
+
 EXTRAS = {"tokenizers": "engine", "torch": "engine"}
 """Which extra installs a module that is not a base dependency."""
 
@@ -48,7 +51,9 @@ class _Parser(argparse.ArgumentParser):
 def _verb_name(text: str) -> str:
     if text in VERBS:
         return text
-    raise argparse.ArgumentTypeError(f"there is no verb {text!r}: choose from {', '.join(VERBS)}")
+    raise argparse.ArgumentTypeError(
+        f"there is no verb {text!r}{alike(text, VERBS)}: choose from {', '.join(VERBS)}"
+    )
 
 
 def _whole_number(text: str) -> int:
@@ -66,7 +71,7 @@ def _choose(argv: list[str]) -> tuple[str, list[str]]:
     width = max(map(len, VERBS))
     parser = _Parser(
         prog="kvcache",
-        usage="kvcache [--version] VERB [--json] [--seed N] ...",
+        usage="kvcache [-h] [-V] VERB [--json] [--seed N] ...",
         description="KV-cache management and offload for LLM serving.",
         epilog="\n".join(
             ["verbs:"]
@@ -76,9 +81,13 @@ def _choose(argv: list[str]) -> tuple[str, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"kvcache {kvcache.__version__}")
+    parser.add_argument(
+        "-V", "--version", action="version", version=f"kvcache {kvcache.__version__}"
+    )
     parser.add_argument("verb", metavar="VERB", type=_verb_name, help="what to do")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
+    if argv and argv[0].startswith("-") and argv[0] not in _WITHOUT_VERB:
+        parser.error(f"{argv[0]} comes after the verb: kvcache VERB {argv[0]} ...")
     chosen = parser.parse_args(argv)
     return chosen.verb, chosen.rest
 

@@ -18,7 +18,7 @@ from kvcache import ConfigError, InvariantError, cli
 from kvcache.commands import output, preflight
 from kvcache.core import host_memory, native
 
-HELPERS = {"output", "preflight"}
+HELPERS = {"numbers", "output", "preflight"}
 
 
 def cli_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -87,8 +87,9 @@ def test_only_the_chosen_verb_is_imported() -> None:
     )
 
 
-def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version_is_the_packages(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([flag]) == 0
     assert capsys.readouterr().out == f"kvcache {kvcache.__version__}\n"
 
 

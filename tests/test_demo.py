@@ -157,6 +157,15 @@ def test_bad_input_is_one_line_and_exit_2(
     assert Path("model.gguf").read_text() == "weights"
 
 
+def test_nothing_is_written_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--quick", "--sessions", "1", "--turns", "1"]) == 0
+    assert "figures of every turn" not in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_full_disk_is_said_and_exit_2_after_the_result(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import runpy
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import kvcache
 from kvcache.core.explanation import CAUSES, Explanation
@@ -163,6 +165,64 @@ def test_the_steps_in_architecture_run(repo_root: Path) -> None:
     info = manager.info(request)
     assert (info.tokens, info.computed, info.granted) == (44, 43, 43)
     manager.check()
+
+
+def test_the_calls_in_api_run_and_answer_what_they_say(
+    repo_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, object] = {}
+    codes = snippets(repo_root / "docs" / "api.md")
+    assert sum(code.count("assert ") for code in codes) > 15
+    for code in codes:
+        exec(compile(code, "api.md", "exec"), names)  # noqa: S102
+    assert capsys.readouterr().out == ""  # nobody was in the way
+    for name in ("manager", "hybrid"):
+        names[name].check()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        kvcache.Hit,
+        kvcache.Grant,
+        kvcache.StatePlan,
+        kvcache.RequestInfo,
+        kvcache.ManagerStats,
+        kvcache.ArenaStats,
+        kvcache.ClassStats,
+        kvcache.GroupStats,
+    ],
+)
+def test_api_names_every_record_and_each_of_its_fields(repo_root: Path, record: type) -> None:
+    page = (repo_root / "docs" / "api.md").read_text()
+    assert f"`{record.__name__}`" in page
+    missing = [name for name in record._fields if f"`{name}`" not in page]  # type: ignore[attr-defined]
+    assert missing == []
+    source = inspect.getsource(record)
+    for name in record._fields:  # type: ignore[attr-defined]
+        assert re.search(rf'^    {name}: .*\n    """', source, flags=re.MULTILINE), name
+
+
+def test_api_has_every_argument_of_open(repo_root: Path) -> None:
+    page = (repo_root / "docs" / "api.md").read_text()
+    table = page[page.index("| argument |") : page.index("**Media.**")]
+    arguments = [
+        name for name in inspect.signature(kvcache.Manager.open).parameters if name != "self"
+    ]
+    assert re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE) == arguments
+
+
+def test_every_environment_variable_that_is_read_is_documented(repo_root: Path) -> None:
+    page = (repo_root / "docs" / "api.md").read_text()
+    listed = set(re.findall(r"`(KVCACHE_\w+)`", page[page.index("## Environment variables") :]))
+    read: set[str] = set()
+    for folder in (*SOURCES, "tests"):
+        for path in (repo_root / folder).rglob("*"):
+            if path.suffix in SUFFIXES and path.name != "test_docs.py":
+                text = path.read_text()
+                if "environ" in text or "getenv" in text:
+                    read |= set(re.findall(r'"(KVCACHE_[A-Z_]+)"', text))
+    assert listed == read
 
 
 def test_every_relative_link_in_the_docs_leads_somewhere(repo_root: Path) -> None:

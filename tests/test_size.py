@@ -143,6 +143,86 @@ def test_context_parallel_ranks_beyond_the_copies_are_said_to_be_more(
     assert said.format(4) in report["notes"][0]
 
 
+@pytest.mark.parametrize(
+    ("name", "tp", "notes"),
+    [
+        ("llama-3-8b", "8", []),
+        ("deepseek-v3", "3", []),
+        (
+            "llama-3-8b",
+            "3",
+            [
+                (
+                    "TP 3 does not divide the 8 KV heads of the group full: bytes are those of the rank"
+                    " that has 3 of them, others have fewer; engines refuse such a TP"
+                )
+            ],
+        ),
+        (
+            "kimi-k3",
+            "7",
+            [
+                (
+                    "TP 7 does not divide the 96 heads of the group kda: bytes are those of the rank that"
+                    " has 14 of them, others have fewer; engines refuse such a TP"
+                )
+            ],
+        ),
+        (
+            "llama-3-8b",
+            "16",
+            [
+                (
+                    "TP 16 is more than the 8 KV heads of the group full: each rank keeps one, several"
+                    " the same, which costs a rank no less than TP 8"
+                )
+            ],
+        ),
+        (
+            "gpt-oss-20b",
+            "12",
+            [
+                f"TP 12 is more than the 8 KV heads of the group {group}: each rank keeps one,"
+                " several the same, which costs a rank no less than TP 8; engines refuse a TP that"
+                " 8 does not divide"
+                for group in ("full", "window")
+            ],
+        ),
+        (
+            "nemotron-3-super",
+            "16",
+            [
+                f"TP 16 is more than the {what}: each rank keeps one, several the same, which costs"
+                f" a rank no less than TP {count}"
+                for what, count in (
+                    ("2 KV heads of the group full", 2),
+                    ("8 state groups (n_groups) of the group mamba2", 8),
+                )
+            ],
+        ),
+    ],
+)
+def test_heads_that_ranks_do_not_share_evenly_are_noted(
+    name: str, tp: str, notes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert size(capsys, name, "--tp", tp)["notes"] == notes
+
+
+def test_kv_heads_that_do_not_divide_the_query_heads_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 5,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (said,) = size(capsys, str(tmp_path))["unverified"]
+    assert said.startswith("num_key_value_heads 5: it does not divide num_attention_heads 32")
+
+
 def test_formats_are_told_as_they_are_stored(capsys: pytest.CaptureFixture[str]) -> None:
     assert size(capsys, "llama-3-8b")["kv_dtype"] == "bf16"
     assert size(capsys, "deepseek-v4-pro")["kv_dtype"] == "fp8_ds_mla"
@@ -180,7 +260,7 @@ def test_what_a_config_leaves_open_is_said(
     text = {"model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
-    assert len(size(capsys, str(path))["unverified"]) == 2
+    assert len(size(capsys, str(path))["unverified"]) == 3
     assert cli.main(["size", str(path)]) == 0
     assert "not verified: head_dim 256: the file has none" in capsys.readouterr().out
 
@@ -258,7 +338,7 @@ def test_memory_has_units(text: str, count: int, capsys: pytest.CaptureFixture[s
         (["\0"], "there is no preset"),
         (["x" * 10_000], "there is no preset"),
         (["kimi-k3", "--tp", "0"], "tp is 0"),
-        (["kimi-k3", "--tp", "x"], "invalid int value: 'x'"),
+        (["kimi-k3", "--tp", "x"], "argument --tp: 'x' is not a whole number"),
         (["kimi-k3", "--dcp", "-4"], "dcp is -4"),
         (["kimi-k3", "--kv-dtype", "fp4"], "invalid choice: 'fp4'"),
         (["llama-3-8b", "--kv-dtype", "fp8_ds_mla"], "fp8_ds_mla is a format of latent (MLA) rows"),

@@ -86,7 +86,7 @@ def speedups(recompute: Played, offload: Played) -> list[float]:
 
 
 def record(settings: DemoSettings, kit: Kit, modes: Sequence[Played]) -> dict[str, Any]:
-    """Everything, as it goes into `demo.json`."""
+    """Everything, as it goes into the file of `--output`."""
     by_mode = {p.mode: p for p in modes}
     gains = speedups(by_mode["recompute"], by_mode["offload"])
     shared = [t.shared_tokens for t in modes[0].turns if t.number > 0]

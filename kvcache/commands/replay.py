@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Iterator
-from decimal import Decimal
 from typing import Any
 
 from kvcache.bench.replay import Replay
 from kvcache.bench.replay_settings import DEFAULT_PRESET, ReplaySettings
 from kvcache.bench.traces import LaneSettings, TraceRequest, open_trace
+from kvcache.commands.numbers import SUFFIXES, pool_size, retention, token_count, whole_number
 from kvcache.commands.output import (
     Progress,
     as_json,
@@ -23,47 +22,12 @@ from kvcache.commands.output import (
 )
 from kvcache.core.errors import ConfigError
 from kvcache.presets import names
+from kvcache.presets.serving import KV_DTYPES
 
 HELP = (
     "Runs a request trace through the block manager: hit rate against an infinite cache, and where"
     " the other tokens went."
 )
-
-MAX_POOL_TOKENS = 10**15
-_SCALES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
-
-
-def token_count(text: str) -> int:
-    """A number of tokens: 262144, 1_000_000, 512k, 2.56M, 1G (powers of ten)."""
-    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)([kMG]?)", text, re.ASCII)
-    if match and len(text) <= 32:
-        value = Decimal(match[1].replace("_", "")) * _SCALES[match[2]]
-        if value == value.to_integral_value() and 0 < value <= MAX_POOL_TOKENS:
-            return int(value)
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not a number of tokens: expected a whole number above 0, up to"
-        f" {MAX_POOL_TOKENS}, such as 262144, 512k or 2.56M"
-    )
-
-
-def pool_size(text: str) -> int | None:
-    """A number of tokens, or None for `inf`."""
-    if text == "inf":
-        return None
-    try:
-        return token_count(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or inf") from None
-
-
-def retention(text: str) -> int | None:
-    """None for `dense`, else an interval in tokens, 0 for none."""
-    if text == "dense":
-        return None
-    try:
-        return 0 if text == "0" else token_count(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or 0, or dense") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,27 +58,41 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         "--preset",
         default=DEFAULT_PRESET,
         metavar="NAME",
-        help=f"KV geometry: {', '.join(names())} (default: {DEFAULT_PRESET}, one full-attention group)",
+        help=f"KV geometry: {', '.join(names())} (default: {DEFAULT_PRESET}, one full-attention"
+        " group), or the path of a config.json or of its folder",
     )
     parser.add_argument(
         "--tp",
-        type=int,
+        type=whole_number,
         default=1,
         metavar="N",
         help="tensor-parallel ranks: pages are those of one of them (default: 1)",
     )
     parser.add_argument(
+        "--dcp",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="context-parallel ranks: a page spans so many times --block-tokens (default: 1)",
+    )
+    parser.add_argument(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        default="auto",
+        help="format of K, V and latent rows (default: auto, bf16 where the model has no own one)",
+    )
+    parser.add_argument(
         "--block-tokens",
         type=token_count,
         metavar="N",
-        help="tokens per page, a multiple of the trace's block (default: that block)",
+        help=f"tokens per page, a multiple of the trace's block (default: that block); {SUFFIXES}",
     )
     parser.add_argument(
         "--pool-tokens",
         type=pool_size,
         metavar="N|inf",
-        help="size of the pool as tokens of KV, such as 512k or 2.56M; states and windows share its"
-        " bytes (default: inf)",
+        help="size of the pool as tokens of KV, such as 2.56M or 512Ki; states and windows share its"
+        f" bytes (default: inf); {SUFFIXES}",
     )
     parser.add_argument(
         "--retention",
@@ -125,7 +103,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--lanes",
-        type=int,
+        type=whole_number,
         metavar="N",
         help="live sessions side by side, of a prefix-tree trace (default: file order, one session"
         " after another)",
@@ -154,6 +132,8 @@ def open_replay(
         pool_tokens=args.pool_tokens,
         preset=args.preset,
         tp=args.tp,
+        dcp=args.dcp,
+        kv_dtype=args.kv_dtype,
         retention_tokens=args.retention,
         movable=not args.no_moves,
         oracle=oracle,
@@ -200,6 +180,12 @@ def lane_settings(args: argparse.Namespace) -> LaneSettings | None:
     return LaneSettings(lanes=args.lanes, hours=hours, seed=args.seed)
 
 
+def _describe_preset(report: dict[str, Any]) -> str:
+    ranks = f"TP {report['tp']}" + (f", DCP {report['dcp']}" if report["dcp"] > 1 else "")
+    kv = "" if report["kv_dtype"] == "auto" else f", KV {report['kv_dtype']}"
+    return f"{report['preset']}, {ranks}{kv}, retention {report['retention']}"
+
+
 def _describe_pool(report: dict[str, Any]) -> str:
     tokens, blocks = report["pool_tokens"], report["block_tokens"]
     pages = ", ".join(f"{count:,} {name}" for name, count in report["pages_per_slab"].items())
@@ -223,7 +209,7 @@ def describe(report: dict[str, Any]) -> list[str]:
     prompt = report["prompt_tokens"]
     rows = [
         ("trace", report["trace"]),
-        ("preset", f"{report['preset']}, TP {report['tp']}, retention {report['retention']}"),
+        ("preset", _describe_preset(report)),
         ("pool", _describe_pool(report)),
         ("requests", f"{report['requests']:,}"),
         ("prompt tokens", f"{prompt:,}"),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from decimal import Decimal
 from typing import Any
 
-from kvcache.bench.size_report import SizeRequest, size_report
+from kvcache.bench.size_report import SizeRequest, human_bytes, size_report
+from kvcache.commands.numbers import SUFFIXES, byte_count, retention, token_count, whole_number
 from kvcache.commands.output import emit_json
-from kvcache.commands.replay import retention, token_count
 from kvcache.presets import names
 from kvcache.presets.serving import KV_DTYPES
 
@@ -22,31 +20,6 @@ HELP = (
 )
 
 COLUMNS = 100
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
-_MOST_BYTES = 2**56
-
-
-def byte_count(text: str) -> int:
-    """A number of bytes: 80GB, 141 GB, 24GiB, 85899345920. GB is 10^9, GiB is 2^30."""
-    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?) ?([kKMGT]?i?B?)", text, re.ASCII)
-    if match and match[2] in _UNITS and len(text) <= 32:
-        value = int(Decimal(match[1].replace("_", "")) * _UNITS[match[2]])
-        if 0 < value <= _MOST_BYTES:
-            return value
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not a number of bytes: expected one above 0, such as 80GB, 24GiB or 85899345920"
-    )
 
 
 def context_list(text: str) -> list[int]:
@@ -64,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     served = parser.add_argument_group("how it is served")
     served.add_argument(
-        "--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)"
+        "--tp", type=whole_number, default=1, metavar="N", help="tensor-parallel ranks (default: 1)"
     )
     served.add_argument(
         "--dcp",
-        type=int,
+        type=whole_number,
         default=1,
         metavar="N",
         help="context-parallel ranks, among which the tokens of full attention are dealt out"
@@ -91,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=retention,
         default=0,
         metavar="dense|0|N",
-        help="retention of windows and states in cached sessions (default: 0)",
+        help=f"retention of windows and states in cached sessions (default: 0); {SUFFIXES}",
     )
     asked = parser.add_argument_group("what is asked")
     asked.add_argument(
@@ -99,13 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=context_list,
         action="extend",
         metavar="C[,C...]",
-        help="tokens of a session, repeatable (default: 8192, 131072 and 1048576)",
+        help="tokens of a session, such as 128Ki, repeatable (default: 8Ki, 128Ki and 1Mi);"
+        f" {SUFFIXES}",
     )
     asked.add_argument(
         "--memory",
         type=byte_count,
         metavar="BYTES",
-        help="bytes for the cache on each rank, such as 80GB or 24GiB: how many sessions fit",
+        help="bytes for the cache on each rank, such as 80GB (powers of ten) or 24GiB (of two): how"
+        " many sessions fit",
     )
     asked.add_argument(
         "--trace",
@@ -138,13 +113,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _bytes(value: float) -> str:
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= scale:
-            return f"{value / scale:,.2f} {unit}"
-    return f"{value:,.0f} B"
-
-
 def describe(report: dict[str, Any]) -> list[str]:
     """The report as tables for people, at most `COLUMNS` wide."""
     lines = [
@@ -173,7 +141,7 @@ def describe(report: dict[str, Any]) -> list[str]:
 
 def _describe_rank(report: dict[str, Any]) -> list[str]:
     parts = [
-        f"{title} {_bytes(report[name])}"
+        f"{title} {human_bytes(report[name])}"
         for title, name in (
             ("states", "state_bytes"),
             ("windows", "window_bytes"),
@@ -183,14 +151,17 @@ def _describe_rank(report: dict[str, Any]) -> list[str]:
     ]
     boundary = "nothing: every block is one"
     if report["bytes_per_boundary"]:
-        boundary = f"{_bytes(report['bytes_per_boundary'])}  ({', '.join(parts)})"
+        boundary = f"{human_bytes(report['bytes_per_boundary'])}  ({', '.join(parts)})"
         if report["boundary_as_tokens"] is not None:
             boundary += f", as much as KV of {report['boundary_as_tokens']:,.0f} tokens"
     rows = [
         ("per token", f"{report['bytes_per_token']:,} B"),
         ("per boundary", boundary),
         ("hit grid", f"{report['grid_tokens']:,} tokens"),
-        ("slab", f"{_bytes(report['slab_bytes'])}, padding {report['padding_waste']:.2%} at most"),
+        (
+            "slab",
+            f"{human_bytes(report['slab_bytes'])}, padding {report['padding_waste']:.2%} at most",
+        ),
     ]
     return [f"{name:12}  {value}" for name, value in rows]
 
@@ -203,9 +174,9 @@ def _describe_groups(groups: list[dict[str, Any]]) -> list[str]:
             group["kind"],
             f"{group['layers']}",
             f"{group['tokens_per_page']:,}" if group["tokens_per_page"] else "-",
-            _bytes(group["page_bytes"]),
+            human_bytes(group["page_bytes"]),
             f"{group['bytes_per_token']:,}" if group["bytes_per_token"] else "-",
-            _bytes(group["boundary_bytes"]) if group["boundary_bytes"] else "-",
+            human_bytes(group["boundary_bytes"]) if group["boundary_bytes"] else "-",
             f"{group['pages_per_slab']:,}",
             f"{group['padding']:.2%}",
         )
@@ -223,9 +194,9 @@ def _describe_contexts(report: dict[str, Any]) -> list[str]:
     for context in report["contexts"]:
         row = [
             f"{context['context_tokens']:,}",
-            _bytes(context["running"]["bytes"]),
-            _bytes(context["smallest_arena_bytes"]),
-            _bytes(context["cached"]["bytes"]),
+            human_bytes(context["running"]["bytes"]),
+            human_bytes(context["smallest_arena_bytes"]),
+            human_bytes(context["cached"]["bytes"]),
             f"{context['cached']['boundaries']:,}",
         ]
         if memory is not None:
@@ -234,7 +205,7 @@ def _describe_contexts(report: dict[str, Any]) -> list[str]:
         rows.append(tuple(row))
     title = f"a session of so many tokens, cached at interval {report['interval']}"
     if memory is not None:
-        title += f"; how many fit in {_bytes(memory)}"
+        title += f"; how many fit in {human_bytes(memory)}"
     return [f"{title}:", *_table(tuple(header), rows, left=0)]
 
 

@@ -24,8 +24,7 @@ def flat(values: npt.ArrayLike, dtype: npt.DTypeLike, what: str) -> NDArray[Any]
         raise ConfigError(f"{what} cannot be made an array: {error}") from error
     wanted = np.dtype(dtype)
     if array.ndim == 0:  # None, a number, a text, a generator
-        items = f"whole numbers ({wanted})" if wanted.kind in "iu" else "such records"
-        raise ConfigError(f"{what} is {shown(values)}: give a list or an array of {items}")
+        raise ConfigError(f"{what} is {shown(values)}: give a list or an array of {_items(wanted)}")
     if array.ndim != 1:
         raise ConfigError(f"{what} has shape {array.shape}: expected one dimension")
     if array.size == 0:
@@ -35,11 +34,21 @@ def flat(values: npt.ArrayLike, dtype: npt.DTypeLike, what: str) -> NDArray[Any]
     if wanted.names and array.dtype.names == wanted.names:
         return array.astype(wanted)  # the same record, packed differently
     if wanted.kind not in "iu" or array.dtype.kind not in "iub":
-        raise ConfigError(f"{what} is of {array.dtype}: expected whole numbers ({wanted})")
+        raise ConfigError(f"{what} is {_of(array.dtype)}: expected {_items(wanted)}")
     limits, low, high = np.iinfo(wanted), int(array.min()), int(array.max())
     if low < limits.min or high > limits.max:
         raise ConfigError(f"{what} has values from {low} to {high}: they do not fit in {wanted}")
     return array.astype(wanted)
+
+
+def _items(dtype: np.dtype[Any]) -> str:
+    if dtype.names:
+        return f"records with the fields {', '.join(dtype.names)}"
+    return f"whole numbers ({dtype})"
+
+
+def _of(dtype: np.dtype[Any]) -> str:
+    return f"of records with the fields {', '.join(dtype.names)}" if dtype.names else f"of {dtype}"
 
 
 def keys(values: npt.ArrayLike, what: str) -> NDArray[np.uint8]:

@@ -28,7 +28,8 @@ class BatchCalls(ReadCalls):
         """`allocate` for each request: `[m]` of `GRANT_DTYPE`.
 
         With m below the number of handles, request m found no space (`blockage` says why), and
-        those after it were not asked.
+        those after it were not asked. A handle that is named twice is asked twice: its second
+        grant replaces the first, where that was not committed.
         """
         wanted = [arrays.flat(tokens, np.int64, "tokens")]
         if drafts is not None:

@@ -83,7 +83,8 @@ class Manager(ExplainCalls):
             raise ConfigError(f"geometry is {shown(geometry)}: give a Geometry")
         if fingerprint is not None and not isinstance(fingerprint, Fingerprint):
             raise ConfigError(f"fingerprint is {shown(fingerprint)}: give a Fingerprint")
-        require_policy(retention)
+        names = tuple(g.name for g in geometry.groups)
+        require_policy(retention, geometry.grid_tokens, names)
         super().__init__(
             geometry,
             slabs,
@@ -98,7 +99,7 @@ class Manager(ExplainCalls):
         self._namespaces = Namespaces(
             fingerprint or Fingerprint(), geometry.hash_unit_tokens, self._namespace_use
         )
-        self._group_names = tuple(g.name for g in geometry.groups)
+        self._group_names = names
         self._shapes: dict[int, TurnShape] = {}
         self._junctions: dict[int, tuple[int, ...]] = {}
         """Of preempted requests: what they kept before."""
@@ -267,7 +268,7 @@ class Manager(ExplainCalls):
         """Take all pages from the request; it waits, and is looked up again later."""
         self._call(self._lib.kvc_preempt, handle)
         if junctions := self._shapes[handle].junctions:
-            self._junctions[handle] = junctions
+            self._junctions[handle] = tuple(junctions)
 
     # ---- lookup and allocation -----------------------------------------------------------------
 

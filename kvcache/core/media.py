@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from kvcache.core.values import sequence, text, whole
 
 _MEDIA_DOMAIN = b"kvcache/media/2\0"
 _EMBEDDING_DOMAIN = b"kvcache/embedding/1\0"
+_INTEGERS = {1: "uint8", 2: "int16"}
+"""Of torch, by width in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +42,15 @@ class Media:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptEmbeddings:
-    """Embeddings `[tokens, width]` that replace those of the tokens from `offset_tokens` on."""
+    """Embeddings `[tokens, width]` that replace those of the tokens from `offset_tokens` on.
+
+    Args:
+        values: an array, or a torch tensor of any type and device (bfloat16 too); its bytes and the
+            name of its type go into the keys, so equal numbers of two types are two contents.
+    """
 
     offset_tokens: int
-    values: NDArray[Any]
+    values: Any
 
     def __post_init__(self) -> None:
         offset = whole(self.offset_tokens, "PromptEmbeddings.offset_tokens")
@@ -66,10 +74,10 @@ def extras(
     """
     images = sequence(media, "media", of=Media)
     parts = sequence(embeddings, "embeddings", of=PromptEmbeddings)
-    arrays = [_embedding_values(item, i) for i, item in enumerate(parts)]
+    arrays = [_rows(item.values, f"embeddings[{i}].values") for i, item in enumerate(parts)]
     places = [(m.offset_tokens, m.length_tokens, "media", i) for i, m in enumerate(images)]
     for i, (part, values) in enumerate(zip(parts, arrays, strict=True)):
-        places.append((part.offset_tokens, len(values), "embeddings", i))
+        places.append((part.offset_tokens, len(values.array), "embeddings", i))
     _check_places(sorted(places), prompt_tokens)
     items = [_media_extra(item) for item in images]
     for item, values in zip(parts, arrays, strict=True):
@@ -102,25 +110,60 @@ def _media_extra(item: Media) -> Extra:
     return item.offset_tokens, item.length_tokens, digest
 
 
-def _embedding_values(item: PromptEmbeddings, index: int) -> NDArray[Any]:
-    what = f"embeddings[{index}].values"
+class _Rows(NamedTuple):
+    """Embeddings as bytes: an array of the right width, and what its element really is."""
+
+    array: NDArray[Any]
+    dtype_code: str
+    dtype_name: str
+
+
+def _rows(values: object, what: str) -> _Rows:
     try:
-        values = np.asarray(item.values)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{what} cannot be made an array: {error}") from error
-    if values.ndim != 2 or not values.size:
+        rows = _of_tensor(values) or _of_array(np.asarray(values))
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"{what} has shape {values.shape}: it must be [tokens, width], none of them 0"
+            f"{what} cannot be made an array: {error}; give numbers [tokens, width] as numpy or torch"
+            " has them"
+        ) from error
+    array = rows.array
+    if array.ndim != 2 or not array.size:
+        raise ConfigError(
+            f"{what} has shape {array.shape}: it must be [tokens, width], none of them 0"
         )
-    if values.dtype.hasobject or values.dtype.fields:
-        raise ConfigError(f"{what} is of type {values.dtype}: give numbers")
-    return values
+    if array.dtype.hasobject or array.dtype.fields:
+        raise ConfigError(f"{what} is of type {array.dtype}: give numbers")
+    return rows
 
 
-def _embedding_extras(start: int, values: NDArray[Any], unit: int) -> Iterator[Extra]:
+def _of_array(array: NDArray[Any]) -> _Rows:
+    return _Rows(array, array.dtype.str, array.dtype.name)
+
+
+def _of_tensor(values: Any) -> _Rows | None:
+    """A torch tensor; None: it is none. torch is not imported: who has a tensor has done so.
+
+    A floating type that numpy lacks is read as integers of its width, and named as ml_dtypes has it
+    in numpy ("<V2", "bfloat16"): such an array and such a tensor have equal keys.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(values, torch.Tensor):
+        return None
+    tensor = values.detach().cpu()
+    try:
+        return _of_array(tensor.numpy())
+    except TypeError:
+        size = tensor.element_size()
+        if size not in _INTEGERS or not tensor.dtype.is_floating_point:
+            raise  # sparse; quantized, of which the bytes are not all
+        array = tensor.view(getattr(torch, _INTEGERS[size])).numpy()
+        return _Rows(array, f"<V{size}", str(tensor.dtype).rpartition(".")[2])
+
+
+def _embedding_extras(start: int, rows: _Rows, unit: int) -> Iterator[Extra]:
     """One for each hash unit, so that prompts share what is equal in their heads."""
-    end = start + len(values)
-    header = f"{values.dtype.str}/{values.dtype.name}/{values.shape[1]}\0".encode()
+    values, end = rows.array, start + len(rows.array)
+    header = f"{rows.dtype_code}/{rows.dtype_name}/{values.shape[1]}\0".encode()
     header = _EMBEDDING_DOMAIN + header
     at = start
     while at < end:

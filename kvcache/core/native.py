@@ -32,6 +32,9 @@ ABI_VERSION = 1
 LIBRARY = "libkvcache_core.so"
 HEADER = "kvcache_core.h"
 
+COPY_PATHS = ("avx512", "avx2", "memcpy")
+"""What KVCACHE_COPY_PATH may name, the widest instructions first."""
+
 NO_SPACE = 1
 _PYTHON_NAMES = {"ns": "namespace"}
 """What callers know an argument of C as, where the names differ."""
@@ -70,7 +73,13 @@ def declarations(header: str) -> str:
 
 @cache
 def load() -> tuple[Any, Any]:
-    """`(ffi, lib)`, opened once. Raises `NativeError` where it is missing or of another version."""
+    """`(ffi, lib)`, opened once.
+
+    Raises:
+        NativeError: it is missing, or of another version.
+        ConfigError: `KVCACHE_COPY_PATH` is none of `COPY_PATHS`.
+    """
+    _check_copy_path()
     ffi, header, path = cffi.FFI(), find(HEADER), find(LIBRARY)
     try:
         ffi.cdef(declarations(header.read_text()))
@@ -86,6 +95,15 @@ def load() -> tuple[Any, Any]:
             f"{path} has ABI version {version}, this package needs {ABI_VERSION}: build it again"
         )
     return ffi, lib
+
+
+def _check_copy_path() -> None:
+    """The core reads the variable itself, and takes what it does not know for nothing."""
+    asked = os.environ.get("KVCACHE_COPY_PATH", "")
+    if asked and asked not in COPY_PATHS:
+        raise ConfigError(
+            f"KVCACHE_COPY_PATH is {asked!r}: unset it, or give one of {', '.join(COPY_PATHS)}"
+        )
 
 
 def fail(status: int) -> NoReturn:

@@ -38,7 +38,11 @@ class RetentionPlan(NamedTuple):
 
 
 class RetentionPolicy(Protocol):
-    """A pure object: the same shape gives the same plan; it is called once per open or lookup."""
+    """A pure object: the same shape gives the same plan.
+
+    It is asked once when the manager is made, for a prompt of one token, so that what does not fit
+    the geometry shows there; then once per open, and per new junction.
+    """
 
     def plan(self, shape: TurnShape) -> RetentionPlan:
         """What a request of this shape keeps. O(boundaries + groups)."""
@@ -78,9 +82,16 @@ def plan_of(policy: RetentionPolicy, shape: TurnShape) -> PlanArrays:
     return made
 
 
-def require_policy(policy: object) -> None:
-    """`ConfigError` unless it has a `plan` to call, and is no class of policies."""
+def require_policy(policy: RetentionPolicy, grid_tokens: int, groups: Sequence[str]) -> None:
+    """`ConfigError` unless it can plan for these groups: asked once, for a prompt of one token."""
     if isinstance(policy, type) or not callable(getattr(policy, "plan", None)):
         raise ConfigError(
             f"retention is {shown(policy)}: give a policy, such as Sparse() or Dense()"
         )
+    plan = plan_of(policy, TurnShape(1, grid_tokens, groups=groups))
+    for group, interval in zip(groups, plan.intervals.tolist(), strict=True):
+        if interval < 0 or interval % grid_tokens:
+            raise ConfigError(
+                f"{type(policy).__name__}.plan gave group {group!r} an interval of {interval}"
+                f" tokens: it must be 0 or a multiple of the hit grid of {grid_tokens} tokens"
+            )

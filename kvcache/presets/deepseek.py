@@ -83,7 +83,7 @@ def read(fields: Fields) -> list[Layers]:
     layers = fields.layers()
     rank = fields.whole("kv_lora_rank")
     rope_dim = fields.whole("qk_rope_head_dim", least=0)
-    if not fields.has("index_head_dim"):
+    if not fields.expects("index_head_dim"):
         return [Latent(layers=layers, rank=rank, rope_dim=rope_dim)]
     index_dim = fields.whole("index_head_dim")
     indexed = _indexed(fields, layers)

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from kvcache.core.errors import InputError
 from kvcache.core.values import shown
+from kvcache.presets.class_defaults import VERSION, ClassDefaults
 
 MOST_LAYERS = 10_000
 MOST_SIZE = 2**24
@@ -18,16 +19,23 @@ T = TypeVar("T")
 
 
 class Fields:
-    """One section of a config. A field that is null counts as absent, as in transformers.
+    """One section of a config, and what the class of its family takes for absent fields.
 
-    `where` names file and section in errors. What was filled in for an absent field is noted in
-    `assumed`.
+    A field that is null is neither absent nor a number: no default stands in for it. `where` names
+    file and section in errors. What was filled in is noted in `assumed`.
     """
 
-    def __init__(self, where: str, values: Mapping[str, object]) -> None:
+    def __init__(
+        self, where: str, values: Mapping[str, object], defaults: ClassDefaults | None = None
+    ) -> None:
         self._where = where
         self._values = values
+        self._defaults = defaults
         self.assumed: list[str] = []
+
+    def of_class(self, defaults: ClassDefaults | None) -> Fields:
+        """The same section, with the defaults of a class; None: none is known."""
+        return Fields(self._where, self._values, defaults)
 
     def error(self, text: str) -> InputError:
         """An error about this section."""
@@ -42,7 +50,14 @@ class Fields:
         return next((name for name in names if self.has(name)), names[0])
 
     def whole(self, name: str, *, least: int = 1, most: int = MOST_SIZE) -> int:
-        """A whole number in [least, most]; no bool, no float, no text."""
+        """A whole number in [least, most]; no bool, no float, no text.
+
+        An absent field has the default of the class, if it is known: noted.
+        """
+        default = self._default(name)
+        if name not in self._values and default is not None:
+            self.assume(name, default, "its class takes this")
+            return default
         value = self._needed(name)
         if type(value) is not int or not least <= value <= most:
             raise self.error(
@@ -50,12 +65,31 @@ class Fields:
             )
         return value
 
-    def whole_or(self, name: str, default: int, why: str, *, most: int = MOST_SIZE) -> int:
-        """A whole number above 0, or `default` where the file has none: noted, with the reason."""
-        if self.has(name):
-            return self.whole(name, most=most)
-        self.assumed.append(f"{name} {default}: the file has none, {why}")
-        return default
+    def expects(self, name: str) -> bool:
+        """Whether `whole` has something to read: the field, or a default for its absence.
+
+        True for one that is null though its class has a number: `whole` then says so.
+        """
+        return self.has(name) or self._default(name) is not None
+
+    def known(self, name: str) -> bool:
+        """As `expects`, but False for a field that is null."""
+        return self.has(name) or (name not in self._values and self.expects(name))
+
+    def assume(self, name: str, value: int | None, why: str) -> None:
+        """Note what stands in for a field; `value` None: no number, but a rule, `why` says which.
+
+        `InputError` where no class of the family is known that would say so.
+        """
+        if self._defaults is None:
+            raise self._missing(name)
+        what = name if value is None else f"{name} {value}"
+        text = f"{what}: the file has none, {why} ({self._defaults.name}, {VERSION})"
+        if text not in self.assumed:
+            self.assumed.append(text)
+
+    def _default(self, name: str) -> int | None:
+        return None if self._defaults is None else self._defaults.fields.get(name)
 
     def flag(self, name: str) -> bool:
         """A bool; an absent one is false."""
@@ -133,5 +167,9 @@ class Fields:
     def _needed(self, name: str) -> object:
         value = self._values.get(name)
         if value is None:
-            raise self.error(f"there is no field {name}, which the KV of this model depends on")
+            raise self._missing(name)
         return value
+
+    def _missing(self, name: str) -> InputError:
+        what = f"{name} is null" if name in self._values else f"there is no field {name}"
+        return self.error(f"{what}, which the KV of this model depends on")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcache.presets.fields import MOST_LAYERS, MOST_WINDOW, Fields
 from kvcache.presets.layers import Full, Layers, Window
-from kvcache.presets.llama import KINDS, split
+from kvcache.presets.llama import KINDS, in_turn, split
 from kvcache.presets.model import Model
 
 GEMMA_3_27B = Model(
@@ -43,15 +43,10 @@ GEMMA_4_31B = Model(
 another weight than V, so both are kept.
 """
 
-_OMITTED = "files of Gemma 3 leave out what equals the default of transformers' Gemma3TextConfig"
-
 
 def read_gemma_2(fields: Fields) -> list[Layers]:
     """Gemma2Config: without `layer_types` every second layer is full, the first has a window."""
-    layers = fields.layers()
-    windowed = [i % 2 == 0 for i in range(layers)]
-    if fields.has("layer_types"):
-        windowed = fields.per_layer("layer_types", layers, KINDS)
+    windowed = in_turn(fields, fields.layers())
     window = fields.whole("sliding_window", most=MOST_WINDOW)
     return split(windowed, fields.whole("num_key_value_heads"), fields.whole("head_dim"), window)
 
@@ -62,14 +57,10 @@ def read_gemma_3(fields: Fields) -> list[Layers]:
     if fields.has("layer_types"):
         windowed = fields.per_layer("layer_types", layers, KINDS)
     else:
-        every = (
-            fields.whole("sliding_window_pattern") if fields.has("sliding_window_pattern") else 6
-        )
+        every = fields.whole("sliding_window_pattern")
         windowed = [(i + 1) % every != 0 for i in range(layers)]
-    kv_heads = fields.whole_or("num_key_value_heads", 4, _OMITTED)
-    head_dim = fields.whole_or("head_dim", 256, _OMITTED)
-    window = fields.whole_or("sliding_window", 4096, _OMITTED, most=MOST_WINDOW)
-    return split(windowed, kv_heads, head_dim, window)
+    kv_heads, head_dim = fields.whole("num_key_value_heads"), fields.whole("head_dim")
+    return split(windowed, kv_heads, head_dim, fields.whole("sliding_window", most=MOST_WINDOW))
 
 
 def read_gemma_4(fields: Fields) -> list[Layers]:
@@ -84,6 +75,7 @@ def read_gemma_4(fields: Fields) -> list[Layers]:
         windowed = fields.per_layer("layer_types", layers, KINDS)
     else:
         windowed = [(i + 1) % 6 != 0 for i in range(layers)]
+        fields.assume("layer_types", None, "every sixth layer full")
     windowed = [*windowed[:-1], False][: layers - shared]  # the last layer of the model is full
     kv_heads, head_dim = fields.whole("num_key_value_heads"), fields.whole("head_dim")
     found: list[Layers] = []
@@ -104,8 +96,7 @@ def _full_sizes(fields: Fields, full: list[int], kv_heads: int) -> tuple[int, in
     if not fields.has("per_layer_config"):
         if fields.flag("attention_k_eq_v") and fields.has("num_global_key_value_heads"):
             kv_heads = fields.whole("num_global_key_value_heads")
-        why = "transformers' Gemma4TextConfig takes it"
-        return kv_heads, fields.whole_or("global_head_dim", 512, why)
+        return kv_heads, fields.whole("global_head_dim")
     each = fields.section("per_layer_config")
     sizes = set()
     for i in full:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcache.presets.fields import MOST_WINDOW, Fields
 from kvcache.presets.layers import Full, Layers, Window
-from kvcache.presets.llama import KINDS, heads, split
+from kvcache.presets.llama import heads, in_turn, split
 from kvcache.presets.model import Model
 
 
@@ -35,8 +35,5 @@ GPT_OSS_20B = _model("gpt-oss-20b", 24)
 
 def read(fields: Fields) -> list[Layers]:
     """GptOssConfig: without `layer_types` every second layer is full, the first has a window."""
-    layers = fields.layers()
-    windowed = [i % 2 == 0 for i in range(layers)]
-    if fields.has("layer_types"):
-        windowed = fields.per_layer("layer_types", layers, KINDS)
+    windowed = in_turn(fields, fields.layers())
     return split(windowed, *heads(fields), fields.whole("sliding_window", most=MOST_WINDOW))

@@ -7,10 +7,12 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from kvcache.core.alike import alike
 from kvcache.core.errors import ConfigError, InputError
 from kvcache.core.layout import Geometry
 from kvcache.core.values import shown
 from kvcache.presets import deepseek, gemma, gpt_oss, kimi, llama, minimax, nemotron, qwen3_5
+from kvcache.presets.class_defaults import CLASS_DEFAULTS
 from kvcache.presets.fields import Fields
 from kvcache.presets.layers import Layers
 from kvcache.presets.model import Model
@@ -22,7 +24,8 @@ _Reader = Callable[[Fields], list[Layers]]
 _FAMILIES: dict[_Reader, tuple[str, ...]] = {
     llama.read: ("llama", "glm4", "glm4_moe"),
     llama.read_mistral: ("mistral", "mixtral"),
-    llama.read_qwen: ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+    llama.read_qwen: ("qwen2", "qwen3"),
+    llama.read_listed: ("qwen2_moe", "qwen3_moe", "smollm3"),
     qwen3_5.read: (
         "qwen3_next",
         "qwen3_5",
@@ -44,8 +47,8 @@ _FAMILIES: dict[_Reader, tuple[str, ...]] = {
     ),
     deepseek.read_v4: ("deepseek_v4",),
     kimi.read: ("kimi_linear", "kimi_k3"),
+    minimax.read_m2: ("minimax_m2",),
     minimax.read: (
-        "minimax_m2",
         "minimax_m3",
         "minimax_m3_text",
         "minimax_m3_vl",
@@ -171,7 +174,9 @@ def _read(name: str, where: str, values: Mapping[str, object]) -> Model:
     model_type = next((t for t in types if t in _READERS), None)
     if model_type is None:
         found = f"model type {', '.join(dict.fromkeys(types))}" if types else "no model_type"
-        raise fields.error(f"{found}: what can be read is {', '.join(known_types())}")
+        like = alike(types[0], known_types()) if types else ""
+        raise fields.error(f"{found}{like}: what can be read is {', '.join(known_types())}")
+    inner = inner.of_class(CLASS_DEFAULTS.get(model_type))
     layers = _READERS[model_type](inner)
     return Model(
         name=name,

@@ -34,6 +34,9 @@ class Layers(Protocol):
     def groups(self, serving: Serving) -> tuple[GroupSpec, ...]:
         """Their groups on one rank. `ConfigError` where the serving does not suit them."""
 
+    def dealt(self) -> dict[str, int]:
+        """What tensor parallelism deals out to the ranks, and how many there are."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Full:
@@ -42,6 +45,10 @@ class Full:
     layers: int
     kv_heads: int
     head_dim: int
+
+    def dealt(self) -> dict[str, int]:
+        """KV heads."""
+        return {"KV heads of the group full": self.kv_heads}
 
     def groups(self, serving: Serving) -> tuple[GroupSpec, ...]:
         """One group, `full`."""
@@ -67,6 +74,10 @@ class Window:
     head_dim: int
     window: int
 
+    def dealt(self) -> dict[str, int]:
+        """KV heads."""
+        return {"KV heads of the group window": self.kv_heads}
+
     def groups(self, serving: Serving) -> tuple[GroupSpec, ...]:
         """One group, `window`."""
         return (
@@ -91,6 +102,10 @@ class Indexed:
     kv_heads: int
     head_dim: int
     index_dim: int
+
+    def dealt(self) -> dict[str, int]:
+        """KV heads."""
+        return {"KV heads of the group full": self.kv_heads}
 
     def groups(self, serving: Serving) -> tuple[GroupSpec, ...]:
         """One group, `full`. The index keys have the format of K and V."""
@@ -124,6 +139,10 @@ class Latent:
     rope_dim: int
     index_dim: int = 0
     name: str = "mla"
+
+    def dealt(self) -> dict[str, int]:
+        """Nothing: all of it is on every rank."""
+        return {}
 
     def groups(self, serving: Serving) -> tuple[GroupSpec, ...]:
         """One group of this name."""
@@ -161,6 +180,10 @@ class CompressedLatent:
     light_ratio: int = 4
     heavy_ratio: int = 128
     window_block_tokens: int = 64
+
+    def dealt(self) -> dict[str, int]:
+        """Nothing: all of it is on every rank."""
+        return {}
 
     def groups(self, serving: Serving) -> tuple[GroupSpec, ...]:
         """`light`, `heavy`, `window` and the pooling states, those that have layers.

@@ -49,12 +49,24 @@ KINDS = {"full_attention": False, "sliding_attention": True}
 
 
 def heads(fields: Fields) -> tuple[int, int]:
-    """KV heads, and their dimension: `head_dim`, else the hidden size over the query heads."""
-    queries = fields.whole("num_attention_heads")
-    kv_heads = fields.whole("num_key_value_heads") if fields.has("num_key_value_heads") else queries
-    if fields.has("head_dim"):
+    """KV heads, and their dimension, as the file or its class has them.
+
+    Without either: a KV head for each query head, which is noted; the hidden size over the query
+    heads, which every class computes so.
+    """
+    if fields.known("num_key_value_heads"):
+        kv_heads = fields.whole("num_key_value_heads")
+    else:
+        kv_heads = fields.whole("num_attention_heads")
+        fields.assume("num_key_value_heads", kv_heads, "one for each query head")
+    if fields.has("num_attention_heads") and fields.whole("num_attention_heads") % kv_heads:
+        fields.assumed.append(
+            f"num_key_value_heads {kv_heads}: it does not divide num_attention_heads"
+            f" {fields.whole('num_attention_heads')}, as grouped queries need: no engine serves that"
+        )
+    if fields.known("head_dim"):
         return kv_heads, fields.whole("head_dim")
-    hidden = fields.whole("hidden_size")
+    queries, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     if hidden % queries:
         raise fields.error(
             f"hidden_size {hidden} is no multiple of num_attention_heads {queries}, and there is no"
@@ -76,6 +88,14 @@ def split(windowed: Sequence[bool], kv_heads: int, head_dim: int, window: int) -
     return found
 
 
+def in_turn(fields: Fields, layers: int) -> list[bool]:
+    """Which layers have a window: by `layer_types`, else the first and every second one after it."""
+    if fields.has("layer_types"):
+        return fields.per_layer("layer_types", layers, KINDS)
+    fields.assume("layer_types", None, "windows and full layers in turn")
+    return [i % 2 == 0 for i in range(layers)]
+
+
 def read(fields: Fields) -> list[Layers]:
     """LlamaConfig and its kin: every layer full."""
     layers = fields.layers()
@@ -87,7 +107,7 @@ def read(fields: Fields) -> list[Layers]:
 
 def read_mistral(fields: Fields) -> list[Layers]:
     """MistralConfig, MixtralConfig: a window where `sliding_window` is not null, on every layer."""
-    if not fields.has("sliding_window"):
+    if not fields.known("sliding_window"):
         return read(fields)
     layers = fields.layers()
     windowed = [True] * layers
@@ -97,12 +117,12 @@ def read_mistral(fields: Fields) -> list[Layers]:
 
 
 def read_qwen(fields: Fields) -> list[Layers]:
-    """Qwen2Config, Qwen3Config, with experts or without; SmolLM3Config.
+    """Qwen2Config, Qwen3Config.
 
     Windows only with `use_sliding_window`: by `layer_types`, in older files from layer
     `max_window_layers` on.
     """
-    if not fields.flag("use_sliding_window") or not fields.has("sliding_window"):
+    if not fields.flag("use_sliding_window") or not fields.known("sliding_window"):
         return read(fields)
     layers = fields.layers()
     if fields.has("layer_types"):
@@ -112,3 +132,14 @@ def read_qwen(fields: Fields) -> list[Layers]:
         windowed = [i >= first for i in range(layers)]
     window = fields.whole("sliding_window", most=MOST_WINDOW)
     return split(windowed, *heads(fields), window)
+
+
+def read_listed(fields: Fields) -> list[Layers]:
+    """Qwen2MoeConfig, Qwen3MoeConfig, SmolLM3Config: windows where `layer_types` says so.
+
+    Each class has a rule of its own for files without `layer_types`, and engines have others.
+    """
+    if not fields.flag("use_sliding_window") or not fields.has("sliding_window"):
+        return read(fields)
+    windowed = fields.per_layer("layer_types", fields.layers(), KINDS)
+    return split(windowed, *heads(fields), fields.whole("sliding_window", most=MOST_WINDOW))

@@ -31,8 +31,16 @@ MINIMAX_M3 = Model(
 """137,472 bytes per token, 14,592 of them index keys. Source: vLLM's copy of the config."""
 
 
+def read_m2(fields: Fields) -> list[Layers]:
+    """MiniMaxM2Config: every layer full, unless the file says otherwise."""
+    if fields.has("sparse_attention_config") or fields.has("layer_types"):
+        return read(fields)
+    kv_heads, head_dim = heads(fields)
+    return [Full(layers=fields.layers(), kv_heads=kv_heads, head_dim=head_dim)]
+
+
 def read(fields: Fields) -> list[Layers]:
-    """MiniMaxM2Config; of M3 the checkpoint's `sparse_attention_config`, or `layer_types`."""
+    """MiniMax M3: the checkpoint's `sparse_attention_config`, or `layer_types` of transformers."""
     layers = fields.layers()
     kv_heads, head_dim = heads(fields)
     indexed = index_dim = 0
@@ -51,6 +59,8 @@ def read(fields: Fields) -> list[Layers]:
         kinds = {"full_attention": 0, "minimax_m3_sparse": 1}
         indexed = sum(fields.per_layer("layer_types", layers, kinds))
         index_dim = fields.whole("index_head_dim") if indexed else 0
+    else:
+        fields.assume("sparse_attention_config", None, "nor layer_types: no sparse layer")
     if not indexed:
         return [Full(layers=layers, kv_heads=kv_heads, head_dim=head_dim)]
     return [

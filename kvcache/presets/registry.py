@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from kvcache.core.alike import alike
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
+from kvcache.core.values import shown
 from kvcache.presets import (
     deepseek,
     gemma,
@@ -51,7 +53,10 @@ def names() -> list[str]:
 def model(name: str) -> Model:
     """Layers, sources and unverified inputs of a preset. `ConfigError`: there is none such."""
     if name not in _PRESETS:
-        raise ConfigError(f"there is no preset {name!r}: choose one of {', '.join(names())}")
+        raise ConfigError(
+            f"there is no preset {shown(name)}{alike(name, names())}: choose one of"
+            f" {', '.join(names())}"
+        )
     return _PRESETS[name]
 
 

@@ -21,6 +21,10 @@ class DeltaAttention:
     kernel: int
     state_element_bytes: int = 4
 
+    def dealt(self) -> dict[str, int]:
+        """Heads."""
+        return {"heads of the group kda": self.heads}
+
     def groups(self, serving: Serving) -> tuple[GroupSpec, ...]:
         """One group, `kda`."""
         heads = serving.heads_of_rank(self.heads)
@@ -44,6 +48,13 @@ class GatedDelta:
     value_dim: int
     kernel: int
     state_element_bytes: int = 4
+
+    def dealt(self) -> dict[str, int]:
+        """Heads of values and of keys."""
+        return {
+            "value heads of the group gdn": self.value_heads,
+            "key heads of the group gdn": self.key_heads,
+        }
 
     def groups(self, serving: Serving) -> tuple[GroupSpec, ...]:
         """One group, `gdn`."""
@@ -70,6 +81,13 @@ class StateSpace:
     state_groups: int
     kernel: int
     state_element_bytes: int = 4
+
+    def dealt(self) -> dict[str, int]:
+        """Heads, and groups that share B and C."""
+        return {
+            "heads of the group mamba2": self.heads,
+            "state groups (n_groups) of the group mamba2": self.state_groups,
+        }
 
     def groups(self, serving: Serving) -> tuple[GroupSpec, ...]:
         """One group, `mamba2`."""

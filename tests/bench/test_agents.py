@@ -121,8 +121,24 @@ def test_the_peer_stands_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for row in report["traces"]["short"]["pools"]:
         assert [r["interval"] for r in row["peer"]] == [None, 0, 128]
     assert describe(report)[1].split()[-6:] == ["vLLM", "None", "vLLM", "0", "vLLM", "N"]
+    assert describe(report)[2].split()[-3:] == ["25.00"] * 3
     with pytest.raises(ConfigError, match="the pools would not be equal"):
         run(presets=("mixed3",), blocks=(40,), **peer)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_peer_that_stalled_has_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "peer.py"
+    stalled = '"hit_rate": 0.25, "requests": 4, "stalled": run["interval"] == 0'
+    script.write_text(PEER.replace('"hit_rate": 0.25', stalled))
+    monkeypatch.setitem(agents_peer.ask_peer.__kwdefaults__, "script", script)
+    pretend_vllm(tmp_path, monkeypatch)
+    report = run(presets=("gptoss",), blocks=(90,), peer="vllm", peer_python=sys.executable)
+    (row,) = report["traces"]["short"]["pools"]
+    assert [r["hit_rate"] for r in row["peer"]] == [0.25, None, 0.25]
+    _, _, line, note = describe(report)
+    assert line.split()[-3:] == ["25.00", "stalled", "25.00"]
+    assert "gptoss, 90 blocks: vLLM 0 stalled after 4 of 6 requests" in note
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -141,7 +157,7 @@ def test_the_verb_writes_one_json_object(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "gpt"], "--preset is 'gpt': choose from gptoss"),
+        (["--preset", "gpt"], "--preset is 'gpt' (did you mean 'gptoss'?): choose from gptoss"),
         (
             ["--interval", "0", "--interval", "5"],
             "--interval is 5: it must be 0 or a multiple of gptoss's hit grid of 16 tokens",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,18 @@ def test_people_get_a_line_for_each_work(pretended: Callable[..., dict[str, Any]
     (lookup,) = (line for line in lines if line.startswith("full-hit"))
     assert lookup.split()[-1] == "20"
     assert lines[-1].startswith("bytes for each block, peer: pool ")
+    assert any("as long as N (no aim at this size)" in line for line in lines)
+    (verdict,) = (
+        text for text in describe({**report, "tokens": 1_000_000}) if text.startswith("2N")
+    )
+    assert verdict.endswith("as long as N (at most 2.2)")
+
+
+def test_a_run_without_a_peer_has_no_columns_of_one() -> None:
+    lines = describe(run(requests=1, repeats=1))
+    assert lines[1].split() == ["ours"]
+    (lookup,) = (line for line in lines if line.startswith("full-hit"))
+    assert re.fullmatch(r"full-hit .* hashes known +[0-9.]+ [mun]?s", lookup)
 
 
 def test_the_least_number_of_requests_fits() -> None:

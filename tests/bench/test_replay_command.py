@@ -14,15 +14,7 @@ from replays.naive import BLOCK, naive_lru, random_trace, write_trace
 
 from kvcache import cli
 from kvcache.bench.traces import TraceRequest
-from kvcache.commands.replay import pool_size, retention, token_count
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [("512", 512), ("1_000_000", 10**6), ("512k", 512_000), ("2.56M", 2_560_000), ("1G", 10**9)],
-)
-def test_token_counts_are_read(text: str, tokens: int) -> None:
-    assert token_count(text) == pool_size(text) == tokens
+from kvcache.commands.numbers import pool_size, retention, token_count
 
 
 @pytest.mark.parametrize(
@@ -102,6 +94,31 @@ def test_no_moves_leaves_cached_pages_where_they_are(
     assert moved[1]["moved_pages"] == 0
 
 
+def test_a_preset_may_be_a_config_and_has_the_ranks_and_formats_of_size(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rates, bytes_ = {}, {}
+    for preset in ("llama-3-8b", tmp_path):
+        for dtype in ("auto", "fp8"):
+            argv = ("replay", trace, "--preset", preset, "--kv-dtype", dtype, "--tp", 2, "--dcp", 2)
+            status, out, _ = run(capsys, *argv, "--pool-tokens", "20k", "--json")
+            assert status == 0
+            report = json.loads(out)
+            assert (report["dcp"], report["kv_dtype"]) == (2, dtype)
+            rates[preset, dtype], bytes_[preset, dtype] = report["hit_rate"], report["slab_bytes"]
+    assert len(set(rates.values())) == 1
+    assert bytes_["llama-3-8b", "auto"] == 2 * bytes_["llama-3-8b", "fp8"]
+    assert bytes_["llama-3-8b", "auto"] == bytes_[tmp_path, "auto"]
+
+
 def test_without_json_a_table_is_printed(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("replay", trace, "--preset", "qwen3.5-9b", "--retention", 0, "--pool-tokens", "20k")
     status, out, err = run(capsys, *argv)
@@ -127,13 +144,16 @@ def test_output_is_the_same_json_as_on_stdout(
         (("--tp", "4097"), "--tp is 4097: it must be from 1 to 4096"),
         (("--tp", "1000000000"), "--tp is 1000000000: it must be from 1 to 4096"),
         (("--block-tokens", "512G"), "--block-tokens 512000000000: group 'full' has pages of"),
-        (("--tp", "x"), "--tp: invalid int value"),
+        (("--tp", "x"), "--tp: 'x' is not a whole number"),
         (("--oracle", "lru"), "--oracle: invalid choice"),
         (("--pool-tokens", "-1"), "'-1' is not a number of tokens"),
         (("--pool-tokens", "0"), "'0' is not a number of tokens"),
         (("--pool-tokens", "nan"), "'nan' is not a number of tokens"),
         (("--pool-tokens", "2k"), "line 3: the request has .* raise --pool-tokens to"),
-        (("--preset", "x"), "llama-3-8b, .*qwen3"),
+        (("--preset", "x"), "there is no preset 'x', and no config.json .*llama-3-8b, .*qwen3"),
+        (("--preset", "llama3-8b"), "there is no preset 'llama3-8b' .did you mean 'llama-3-8b'"),
+        (("--dcp", "0"), "--dcp is 0: it must be from 1 to 4096"),
+        (("--kv-dtype", "fp8_ds_mla"), "fp8_ds_mla is a format of latent"),
         (("--retention", "100"), "--retention 100"),
         (("--retention", "some"), "'some' is not"),
         (("--retention", "1000000000000000"), "--retention 1000000000000000 is neither .* up to"),
@@ -141,7 +161,7 @@ def test_output_is_the_same_json_as_on_stdout(
         (("--hours", "1"), "--hours 1.0 needs --lanes"),
         (("--lanes", "2"), "--lanes replays live sessions"),
         (("--lanes", "0"), "--lanes is 0"),
-        (("--lanes", "x"), "--lanes: invalid int value"),
+        (("--lanes", "x"), "--lanes: 'x' is not a whole number"),
         (("--output",), "expected one argument"),
     ],
 )

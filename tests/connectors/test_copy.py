@@ -248,3 +248,18 @@ def test_every_path_copies_the_same(path: str) -> None:
     used, wrong = json.loads(out)
     assert used == min(path, best, key=order.index)
     assert wrong == []
+
+
+@pytest.mark.parametrize("path", ["AVX2", "avx10", "none", " avx2"])
+def test_a_path_that_is_none_is_an_error_and_doctor_tells(path: str) -> None:
+    command = [sys.executable, "-m", "kvcache.cli", "doctor", "--json"]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "KVCACHE_COPY_PATH": path},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    (problem,) = json.loads(done.stdout)["problems"]
+    assert problem.startswith(f"KVCACHE_COPY_PATH is {path!r}: unset it, or give one of avx512")

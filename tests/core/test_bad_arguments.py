@@ -383,3 +383,21 @@ def test_the_table_of_a_state_group_points_to_its_plan(manager: Manager) -> None
         manager.block_table(handle, 1)
     with pytest.raises(ConfigError, match="group 0, block -1: blocks count from 0"):
         manager.block_table(handle, 0, -1)
+
+
+def test_a_group_or_size_class_that_is_not_there_is_said_with_how_many_there_are(
+    manager: Manager,
+) -> None:
+    with pytest.raises(ConfigError, match="there is no group 2: the geometry has 2, numbered from"):
+        manager.group_stats(2)
+    with pytest.raises(ConfigError, match="there is no group -1: the geometry has 2"):
+        manager.block_table(running(manager), -1)
+
+
+@pytest.mark.parametrize("items", [np.zeros(1), np.zeros(1, np.int32), [1, 2]])
+def test_records_of_another_kind_are_refused_in_words(manager: Manager, items: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        manager.pin(items)
+    said = "expected records with the fields end, handle, ns, group, page, digest"
+    assert str(refused.value).endswith(said)
+    assert "formats" not in str(refused.value)

@@ -16,7 +16,7 @@ from laws import cases
 
 from kvcache import Geometry, Manager
 from kvcache.core.records import UNLIMITED
-from kvcache.core.retain import PlanArrays
+from kvcache.core.retain import PlanArrays, plan_of
 from kvcache.retention import Sparse
 
 LONGEST = 72
@@ -49,15 +49,18 @@ class Remembering(Manager):
         super()._retain(handle, plan)
         self.plans[handle] = plan
 
+    def told(self, handle: int) -> PlanArrays:
+        return self.plans.get(handle) or plan_of(self.retention, self._shapes[handle])
+
     def keep(self, handle: int, position: int) -> None:
         """This position beside what it keeps."""
-        old = self.plans[handle]
+        old = self.told(handle)
         positions = np.union1d(old.positions, [position])
         declared = np.isin(positions, old.positions[old.declared == 1]).astype(np.uint8)
         self._retain(handle, PlanArrays(old.intervals, positions, declared))
 
     def keep_as_before(self, handle: int) -> None:
-        self._retain(handle, self.plans[handle])
+        self._retain(handle, self.told(handle))
 
 
 class Pair(Equal):

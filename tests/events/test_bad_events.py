@@ -1,4 +1,4 @@
-"""What a caller publishes that is no event, no number, no list: named at once, or it costs its batch alone."""
+"""What is no event, no number, no list: named at once; what an event holds costs its batch alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,21 @@ import pytest
 import zmq
 from events.streams import DEADLINE, brief, deliveries, event, subscribe
 
-from kvcache.core.errors import ConfigError
-from kvcache.core.events import BlockRemoved, BlockStored
+from kvcache.core.errors import ConfigError, InputError
+from kvcache.core.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    ReferenceIndex,
+    WireError,
+    decode_batch,
+    encode_batch,
+    encode_batches,
+    encode_event,
+    with_int_hashes,
+    without_salts,
+)
 from kvcache.core.events.publisher import EventPublisher
 
 
@@ -39,8 +52,6 @@ NO_EVENTS: dict[str, Any] = {
     "tokens of fractions": stored(token_ids=np.array([0.5, 1.5])),
     "tokens in two dimensions": stored(token_ids=np.zeros((1, 2), np.int32)),
     "a name without UTF-8": stored(lora_name="\ud800"),
-    "a text": "AllBlocksCleared",
-    "nothing": None,
 }
 
 
@@ -109,6 +120,62 @@ def test_what_is_no_list_of_events_is_refused_at_once(
         pytest.raises(ConfigError, match=r"events is .*: give a list"),
     ):
         publisher.publish(events)
+
+
+@pytest.mark.parametrize("bad", ["AllBlocksCleared", None, 5, AllBlocksCleared, [event(7)]])
+def test_what_is_no_event_is_refused_at_once(context: zmq.Context, at: str, bad: Any) -> None:
+    with (
+        EventPublisher(f"{at}/live", context=context) as publisher,
+        pytest.raises(InputError, match=r"is no KV event"),
+    ):
+        publisher.publish([event(0), bad])
+    assert publisher.stats().batches == 0
+
+
+ONE_EVENT = {
+    "without_salts": without_salts,
+    "with_int_hashes": with_int_hashes,
+    "encode_event": encode_event,
+    "encode_batch": lambda bad: encode_batch(EventBatch(ts=0, events=(bad,))),
+    "encode_batches": lambda bad: list(encode_batches(EventBatch(ts=0, events=(bad,)), 1000)),
+    "apply": lambda bad: ReferenceIndex().apply([bad]),
+}
+
+
+@pytest.mark.parametrize("bad", ["x", None, 5, BlockStored, (event(0),), [event(0), event(1)]])
+@pytest.mark.parametrize("function", ONE_EVENT)
+def test_every_function_of_events_refuses_what_is_none(function: str, bad: Any) -> None:
+    """A list given to a function of one event came back as it was, salts and all."""
+    with pytest.raises(InputError, match="is no KV event") as refused:
+        ONE_EVENT[function](bad)
+    assert ("call this for each event" in str(refused.value)) == isinstance(bad, tuple | list)
+
+
+def test_a_list_of_events_loses_its_salts_one_by_one() -> None:
+    events = [stored(extra_keys=(("secret", ("image", 0)),)), BlockRemoved(block_hashes=(1,))]
+    assert [without_salts(e) for e in events] == [
+        stored(extra_keys=((("image", 0),),)),
+        BlockRemoved(block_hashes=(1,)),
+    ]
+
+
+@pytest.mark.parametrize("extra", [5, "secret", ("secret",), (5,), {"secret": 1}])
+def test_salts_that_cannot_be_told_from_other_keys_are_refused(extra: Any) -> None:
+    with pytest.raises(InputError, match=r"extra_keys is .*: it must be None, or a tuple"):
+        without_salts(stored(extra_keys=extra))
+
+
+@pytest.mark.parametrize("batch", [None, 5, event(0), EventBatch(ts=0.0, events=5)])  # type: ignore[arg-type]
+def test_what_is_no_batch_is_refused(batch: Any) -> None:
+    for encode in (encode_batch, lambda b: list(encode_batches(b, 1000))):
+        with pytest.raises(InputError, match=r"is no EventBatch|EventBatch.events is 5"):
+            encode(batch)
+
+
+@pytest.mark.parametrize("payload", [None, 5, "text", [1]])
+def test_a_payload_that_is_no_bytes_is_refused(payload: Any) -> None:
+    with pytest.raises(WireError, match="a payload is bytes"):
+        decode_batch(payload)
 
 
 @pytest.mark.parametrize("int_hashes", [False, True])

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from kvcache.core.errors import ConfigError, InputError
 from kvcache.core.events import AllBlocksCleared, BlockRemoved, BlockStored, ReferenceIndex, Shelf
 
 
@@ -60,3 +65,23 @@ def test_what_a_complete_stream_never_has_is_counted() -> None:
     assert (index.repeated_stores, index.unknown_removals) == (1, 2)
     index.forget()
     assert len(index) == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (5, "is no KV event"),
+        (BlockStored, "is no KV event"),
+        (removed(1.5), "block_hashes is"),  # type: ignore[arg-type]
+        (removed(1, medium=5), "medium is 5: it must be a text or None"),  # type: ignore[arg-type]
+        (removed(1, group="a"), "group_idx is 'a': it must be a number or None"),  # type: ignore[arg-type]
+        (removed(1, ns="n"), "namespace is 'n': it must be bytes or None"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_event_is_refused_and_nothing_is_taken(bad: Any, message: str) -> None:
+    index = ReferenceIndex()
+    with pytest.raises(InputError, match=message):
+        index.apply([stored(1), bad])
+    assert len(index) == 0
+    with pytest.raises(ConfigError, match=r"events is 5: give a list"):
+        index.apply(5)  # type: ignore[arg-type]

@@ -285,6 +285,12 @@ def test_endpoints_that_cannot_work_are_named(context: zmq.Context, at: str) -> 
         EventPublisher("nonsense", context=context)
     with pytest.raises(ConfigError, match="cannot subscribe"):
         EventSubscriber("nonsense", context=context)
+    same = {"endpoint": f"{at}/both", "replay_endpoint": f"{at}/both"}
+    with pytest.raises(
+        ConfigError,
+        match=r"replays \(replay_endpoint\) cannot be served .* are the same: give each",
+    ):
+        EventPublisher(**same, context=context)  # type: ignore[arg-type]
 
 
 def test_hashes_may_be_sent_as_vllms_64_bit_integers(context: zmq.Context, at: str) -> None:

@@ -6,7 +6,7 @@ Run it with a Python that has transformers and vLLM (`make conformance` makes on
 
 `NAME.json` has the fields of the published file that the KV depends on, `NAME.transformers.json` what
 the library's own class writes when it is given those, with the library's names and defaults.
-`class-TYPE.json` is a class with its defaults, of families that no preset is of. Vision and audio
+`class-TYPE.json` is a class with its defaults, of every family. Vision and audio
 parts are left out, and lists of expert layers.
 """
 
@@ -255,6 +255,18 @@ CLASSES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {},
     "deepseek_v32": {},
     "minimax_m2": {},
+    "llama": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
+    "gpt_oss": {},
+    "gemma3_text": {},
+    "gemma4_text": {},
+    "deepseek_v3": {},
+    "glm_moe_dsa": {},
+    "deepseek_v4": {},
+    "kimi_linear": {},
+    "minimax_m3_vl_text": {},
+    "nemotron_h": {},
 }
 """By model type: arguments, where the defaults would not say much."""
 

@@ -147,6 +147,7 @@ def test_older_files_of_gemma_3_leave_out_what_equals_the_default() -> None:
         Window(layers=29, kv_heads=4, head_dim=256, window=1024),
     )
     assert [text.split(":")[0] for text in found.unverified] == [
+        "sliding_window_pattern 6",
         "num_key_value_heads 4",
         "head_dim 256",
     ]
@@ -205,8 +206,9 @@ def test_the_text_part_decides_where_the_wrapper_is_unknown() -> None:
 
 
 def test_a_minimax_without_sparse_layers_has_no_index_keys() -> None:
-    dense = changed("minimax-m3", sparse_attention_config=None)
-    assert read_hf_config(dense).layers == (Full(layers=60, kv_heads=4, head_dim=128),)
+    dense = read_hf_config(changed("minimax-m3", sparse_attention_config=None))
+    assert dense.layers == (Full(layers=60, kv_heads=4, head_dim=128),)
+    assert dense.unverified[0].startswith("sparse_attention_config: the file has none, nor layer")
     sparse = read_hf_config(recorded("minimax-m3.transformers")).layers
     assert sparse == (
         Indexed(layers=60, indexed_layers=57, kv_heads=4, head_dim=128, index_dim=128),
@@ -223,6 +225,8 @@ def test_a_deepseek_v4_of_windows_alone_has_one_group() -> None:
 def test_an_unknown_type_is_named_with_the_known_ones() -> None:
     with pytest.raises(InputError, match=r"model type gpt-17: what can be read is deepseek_v2, "):
         read_hf_config({**LLAMA, "model_type": "gpt-17"})
+    with pytest.raises(InputError, match=r"qwen3-moe \(did you mean 'qwen3_moe'\?\): what can"):
+        read_hf_config({**LLAMA, "model_type": "qwen3-moe"})
     with pytest.raises(InputError, match=r"model type GptForCausalLM: what can be read is"):
         read_hf_config({"architectures": ["GptForCausalLM"]})
     with pytest.raises(InputError, match="no model_type: what can be read is"):
@@ -254,13 +258,7 @@ def test_each_field_that_is_missing_is_named(name: str) -> None:
 
 OPTIONAL = {
     "attention_k_eq_v",  # false without it
-    "head_dim",  # hidden size over heads without it
-    "index_head_dim",  # no indexer without it
     "num_global_key_value_heads",  # as the others without it
-    "num_key_value_heads",  # one for each query head without it
-    "sliding_window_pattern",  # 6 without it
-    "sparse_attention_config",  # no sparse layers without it
-    "layer_types",
 }
 
 

@@ -93,12 +93,33 @@ def test_what_is_no_policy_is_refused_when_the_manager_is_made(policy: Any) -> N
         RetentionPlan((0,), (), ()),
     ],
 )
-def test_an_answer_that_is_no_plan_is_refused_at_open_and_names_the_policy(answer: Any) -> None:
+def test_an_answer_that_is_no_plan_is_refused_and_names_the_policy(answer: Any) -> None:
     class Answers:
+        def plan(self, shape: TurnShape) -> Any:
+            return answer if shape.prompt_tokens == 9 else RetentionPlan((0, 0), (), ())
+
+    class AlwaysAnswers:
         def plan(self, shape: TurnShape) -> Any:
             return answer
 
+    with pytest.raises(ConfigError, match=r"AlwaysAnswers\.plan"):
+        Manager(GEOMETRY, slabs=64, retention=AlwaysAnswers())
     manager = Manager(GEOMETRY, slabs=64, retention=Answers())
     with pytest.raises(ConfigError, match=r"Answers\.plan"):
         manager.open([*range(9)], salt="new")
     assert (manager.stats().open_requests, manager.namespaces) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (Sparse(102), r"interval of 102 tokens: not a multiple of the hit grid of 4 tokens"),
+        (Sparse(0, {"state": 6}), r"interval of 6 tokens: not a multiple of the hit grid"),
+        (Sparse(0, {"kda": 8}), r"group_intervals names \['kda'\]: the groups are \["),
+    ],
+)
+def test_a_policy_that_does_not_fit_the_geometry_is_refused_when_the_manager_is_made(
+    policy: Sparse, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Manager(GEOMETRY, slabs=64, retention=policy)

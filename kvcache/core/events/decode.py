@@ -63,6 +63,8 @@ class Decoder:
         return EventBatch(ts=float(ts), events=tuple(made), data_parallel_rank=rank)
 
     def _parse(self, payload: bytes) -> object:
+        if not isinstance(payload, bytes | bytearray):
+            raise WireError(f"a payload is bytes, not {type(payload).__name__}")
         if len(payload) > self._limit:
             raise WireError(
                 f"a payload of {len(payload)} bytes is above max_payload_bytes ({self._limit})"

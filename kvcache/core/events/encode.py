@@ -23,6 +23,7 @@ from kvcache.core.events.records import (
     BlockStored,
     Event,
     EventBatch,
+    require_event,
     require_keys,
 )
 from kvcache.core.values import shown, whole
@@ -61,9 +62,7 @@ def _plain(event: Event) -> Event:
         InputError: no event, or a field that every reader counts by is of another kind. What the
             other fields hold, msgpack says.
     """
-    kind = type(event)
-    if kind not in _KEYS:
-        raise InputError(f"a {kind.__name__} is no KV event")
+    require_event(event)
     if not isinstance(event, AllBlocksCleared):
         require_keys(event)
     if not isinstance(event, BlockStored):
@@ -121,8 +120,18 @@ def _frame(ts: float, rank: int | None, events: Sequence[bytes]) -> bytes:
 
 
 def encode_batch(batch: EventBatch) -> bytes:
-    """One payload. `InputError`: as `encode_event`, or a `ts` or rank that is no number."""
-    return _frame(batch.ts, batch.data_parallel_rank, [encode_event(e) for e in batch.events])
+    """One payload. `InputError`: as `encode_event`, no batch, or a `ts` or rank that is no number."""
+    events = _events_of(batch)
+    return _frame(batch.ts, batch.data_parallel_rank, [encode_event(e) for e in events])
+
+
+def _events_of(batch: EventBatch) -> Sequence[Event]:
+    if not isinstance(batch, EventBatch):
+        raise InputError(f"{shown(batch)} ({type(batch).__name__}) is no EventBatch")
+    events: object = batch.events
+    if not isinstance(events, tuple | list):
+        raise InputError(f"EventBatch.events is {shown(events)}: it must be a tuple of events")
+    return events
 
 
 def _encoded(events: Sequence[Event]) -> Iterator[bytes]:
@@ -143,7 +152,7 @@ def encode_batches(batch: EventBatch, max_bytes: int) -> Iterator[bytes]:
     """
     waiting: list[bytes] = []
     size = 0
-    for encoded in _encoded(batch.events):
+    for encoded in _encoded(_events_of(batch)):
         if waiting and size + len(encoded) > max_bytes:
             yield _frame(batch.ts, batch.data_parallel_rank, waiting)
             waiting, size = [], 0

@@ -9,12 +9,24 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
+from kvcache.core.errors import InputError
 from kvcache.core.events.records import (
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,
     BlockStored,
     Event,
+    require_event,
+    require_keys,
+)
+from kvcache.core.values import flag, sequence, shown, text
+
+_SHELF_FIELDS = (
+    ("medium", str, "a text"),
+    ("group_idx", int | np.integer, "a number"),
+    ("namespace", bytes, "bytes"),
 )
 
 
@@ -37,7 +49,7 @@ class ReferenceIndex:
     """
 
     def __init__(self, *, count_copies: bool = False) -> None:
-        self._count = count_copies
+        self._count = flag(count_copies, "ReferenceIndex.count_copies")
         self._shelves: dict[Shelf, Counter[BlockHash]] = {}
         self.repeated_stores = 0
         """Stores of a key that was there. From our pools: always 0, in a complete stream."""
@@ -45,8 +57,17 @@ class ReferenceIndex:
         """Removals of a key that was not there: a store was missed. In a complete stream 0."""
 
     def apply(self, events: Iterable[Event]) -> None:
-        """Take events in order. Token ids are not looked at."""
-        for event in events:
+        """Take events in order. Token ids are not looked at.
+
+        Raises:
+            ConfigError: `events` cannot be walked.
+            InputError: something in it is no event, or its keys or its shelf are of another kind.
+                None of the events was taken.
+        """
+        found = sequence(events, "events")
+        for event in found:
+            _check(event)
+        for event in found:
             if isinstance(event, AllBlocksCleared):
                 self._shelves.clear()
                 continue
@@ -86,8 +107,22 @@ class ReferenceIndex:
         self, group: int | None, medium: str | None = "GPU", *, namespace: bytes | None = None
     ) -> frozenset[BlockHash]:
         """The keys of one shelf; empty if there are none."""
-        medium = medium.upper() if medium is not None else None
+        medium = text(medium, "medium").upper() if medium is not None else None
         return frozenset(self._shelves.get(Shelf(group, medium, namespace), ()))
 
     def __len__(self) -> int:
         return sum(map(len, self._shelves.values()))
+
+
+def _check(event: Event) -> None:
+    """`InputError` for what cannot be put on a shelf."""
+    require_event(event)
+    if isinstance(event, AllBlocksCleared):
+        return
+    require_keys(event)
+    for name, kind, words in _SHELF_FIELDS:
+        value = getattr(event, name)
+        if value is not None and not isinstance(value, kind):
+            raise InputError(
+                f"{type(event).__name__}.{name} is {shown(value)}: it must be {words} or None"
+            )

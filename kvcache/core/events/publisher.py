@@ -24,7 +24,13 @@ from kvcache.core.events.encode import encode_batches
 from kvcache.core.events.outbox import Outbox
 from kvcache.core.events.publisher_sockets import PublisherSockets
 from kvcache.core.events.pyzmq import zmq
-from kvcache.core.events.records import Event, EventBatch, with_int_hashes, without_salts
+from kvcache.core.events.records import (
+    Event,
+    EventBatch,
+    require_event,
+    with_int_hashes,
+    without_salts,
+)
 from kvcache.core.events.replay import ReplayBuffer
 from kvcache.core.events.replay_server import ReplayServer
 from kvcache.core.values import finite, flag, sequence, text, wait_seconds, whole
@@ -135,17 +141,20 @@ class EventPublisher:
         """Queue the events of one step; `ts` in seconds since the epoch, default now.
 
         False: the queue was full, the batch is dropped and shows as a gap. No events: nothing is
-        sent. What the events hold is looked at by the thread: a batch that cannot be encoded is
+        sent. The fields of the events are looked at by the thread: a batch that cannot be encoded is
         logged, counted as dropped, and a gap too. `token_ids` may be an array.
 
         Raises:
             ConfigError: `ts` is no finite number, or `events` cannot be walked.
+            InputError: something in `events` is no event; nothing was queued.
             EventStreamError: the thread has ended.
             MisuseError: after `close`.
         """
         self._check_open()
         found = sequence(events, "events")
         now = time.time() if ts is None else finite(ts, "ts")
+        for event in found:
+            require_event(event)
         if not found:
             return True
         batch = EventBatch(ts=now, events=tuple(found), data_parallel_rank=self._rank)

@@ -42,7 +42,7 @@ class PublisherSockets:
         self.wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         self.replay_endpoint: str | None = None
-        place = endpoint
+        what, place = "events cannot be published at", endpoint
         try:
             place = for_rank(endpoint, rank)
             bound_incoming(self.pub, frame_bytes=MAX_REQUEST_BYTES, messages=MAX_REQUESTS)
@@ -55,14 +55,21 @@ class PublisherSockets:
             self.endpoint = self.pub.get_string(zmq.LAST_ENDPOINT)
             """Where it really is: a port of 0 has become the port given."""
             if self.router is not None and replay_endpoint is not None:
+                what, place = "replays (replay_endpoint) cannot be served at", replay_endpoint
                 place = for_rank(replay_endpoint, rank)
+                _require_other(endpoint, replay_endpoint)
                 ReplayServer.prepare(self.router)
                 self.router.bind(place)
                 self.replay_endpoint = self.router.get_string(zmq.LAST_ENDPOINT)
         except (zmq.ZMQError, ConfigError) as error:
             self.close(0)
             self.close_waker()
-            raise ConfigError(f"events cannot be published at {place}: {error}") from error
+            hint = ""
+            if endpoint == replay_endpoint:
+                hint = (
+                    "; endpoint and replay_endpoint are the same: give each an address of its own"
+                )
+            raise ConfigError(f"{what} {place}: {error}{hint}") from error
 
     def wake(self) -> None:
         """Ends the wait for `wake_read`."""
@@ -84,3 +91,9 @@ class PublisherSockets:
     def close_waker(self) -> None:
         """After the thread has ended: `wake` does nothing any more."""
         self._wake_write.close()
+
+
+def _require_other(endpoint: str, replay_endpoint: str) -> None:
+    """`ConfigError` for one address twice: a second ipc socket takes the path away without an error."""
+    if endpoint == replay_endpoint and not endpoint.endswith((":0", ":*")):
+        raise ConfigError("endpoint is the same: give each an address of its own")

@@ -80,6 +80,7 @@ class AllBlocksCleared:
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+EVENT_KINDS = frozenset({BlockStored, BlockRemoved, AllBlocksCleared})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,15 +97,30 @@ def int_hash(key: BlockHash) -> int:
     """The low 64 bits of a key, as vLLM sends them by default. `InputError`: it is no key."""
     if isinstance(key, bytes):
         return int.from_bytes(key, "big") & (2**64 - 1)
-    if isinstance(key, int | np.integer):
+    if _is_key(type(key)):
         return int(key)
     raise InputError(f"a key is {shown(key)}: it must be bytes or an int")
 
 
+def require_event(event: object) -> None:
+    """`InputError` unless it is one of the three kinds of events."""
+    if type(event) not in EVENT_KINDS:
+        several = isinstance(event, list | tuple)
+        raise InputError(
+            f"{shown(event)} ({type(event).__name__}) is no KV event"
+            + (": call this for each event of the list" if several else "")
+        )
+
+
 def without_salts(event: Event) -> Event:
-    """The event without the cache salts of its `extra_keys`: texts there, but for the adapter's name."""
+    """The event without the cache salts of its `extra_keys`: texts there, but for the adapter's name.
+
+    `InputError`: it is no event, or has other `extra_keys`.
+    """
+    require_event(event)
     if not isinstance(event, BlockStored) or event.extra_keys is None:
         return event
+    require_extra_keys(event)
     named = event.lora_name is not None  # then each entry begins with it
     entries: list[ExtraKeys] = []
     for keys in event.extra_keys:
@@ -133,16 +149,28 @@ def require_keys(event: BlockStored | BlockRemoved) -> None:
             )
 
 
+def require_extra_keys(event: BlockStored) -> None:
+    """`InputError` unless `extra_keys` is None, or has a tuple, a list or None for each block."""
+    found: object = event.extra_keys
+    if found is not None and not (
+        isinstance(found, tuple | list)
+        and all(keys is None or isinstance(keys, tuple | list) for keys in found)
+    ):
+        raise InputError(
+            f"BlockStored.extra_keys is {shown(found)}: it must be None, or a tuple with a tuple or"
+            " None for each block"
+        )
+
+
 def _is_key(kind: type) -> bool:
     return kind in {bytes, int} or issubclass(kind, np.integer)
 
 
 def with_int_hashes(event: Event) -> Event:
     """The event with every key as `int_hash`. `InputError`: it is no event, or has other keys."""
+    require_event(event)
     if isinstance(event, AllBlocksCleared):
         return event
-    if not isinstance(event, BlockStored | BlockRemoved):
-        raise InputError(f"a {type(event).__name__} is no KV event")
     require_keys(event)
     hashes = tuple(map(int_hash, event.block_hashes))
     if isinstance(event, BlockRemoved):
