@@ -60,7 +60,7 @@ class ZeroedArray {
         const size_t bytes = n * sizeof(T);
         mapped_ = bytes >= kHugePage ? (bytes + kHugePage - 1) / kHugePage * kHugePage : 0;
         if (!mapped_) {
-            data_ = static_cast<T*>(std::memset(::operator new(bytes), 0, bytes));
+            data_ = static_cast<T*>(std::memset(::operator new(bytes, kAlignment), 0, bytes));
             return;
         }
         void* memory = ::mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -75,7 +75,7 @@ class ZeroedArray {
     }
     ~ZeroedArray() {
         if (mapped_) ::munmap(data_, mapped_);
-        else ::operator delete(data_);
+        else ::operator delete(data_, kAlignment);
     }
 
     void swap(ZeroedArray& other) noexcept {
@@ -94,6 +94,8 @@ class ZeroedArray {
     const T& operator[](size_t i) const { return data_[i]; }
 
   private:
+    static constexpr std::align_val_t kAlignment{alignof(T)};
+
     T* data_ = nullptr;
     size_t size_ = 0;
     size_t mapped_ = 0;  // bytes of the mapping; 0: from the heap
