@@ -70,10 +70,11 @@ bool Manager::state_at(const Request& r, int32_t group, int64_t position, unsign
     return sources & kPresent && is_present(r, group, position / grid_ - 1);
 }
 
-// Positions that have to be asked again after a lookup has ruled them out, and keys of the request have appeared since: those
-// that read one of them. False: too many keys to tell.
-bool Manager::reopened(const Request& r, const Request::Served& before, std::vector<Reopened>* positions) const {
-    const bool few = arena_.each_appeared(before.appeared, [&](const Arena::Appeared& key) {
+// Where positions have to be asked again that an earlier walk has ruled out: those that read a key of the request which has
+// appeared since.
+Manager::Reopened Manager::reopened(const Request& r, const Request::Served& before) const {
+    Reopened again;
+    again.known = before.upto >= 0 && arena_.each_appeared(before.appeared, [&](const Arena::Appeared& key) {
         const GroupRules& g = rules(key.group);
         const int64_t reads = g.state() ? 0 : g.chunk_tokens + g.lead_tokens;  // so far behind the block, at most
         if (key.end > before.upto || key.end + reads <= before.hit) return;
@@ -85,10 +86,28 @@ bool Manager::reopened(const Request& r, const Request::Served& before, std::vec
         } else if (!block_key(r, key.group, key.end / g.block_tokens - 1, &own)) {
             return;
         }
-        if (arena_.index_hash(key.group, own, r.ns) == key.hash) positions->push_back({key.end, key.end + reads});
+        if (arena_.index_hash(key.group, own, r.ns) == key.hash) again.ranges.push_back({key.end, key.end + reads});
     });
-    std::ranges::sort(*positions, std::greater<>{}, &Reopened::last);
-    return few;
+    std::ranges::sort(again.ranges, std::greater<>{}, &Reopened::Range::last);
+    return again;
+}
+
+// The highest grid point at or below the position that is not ruled out. Asked for ever lower ones.
+int64_t Manager::not_ruled_out(Reopened* again, const Request::Served& before, int64_t position) const {
+    if (!again->known || position > before.upto || position <= before.hit) return position;
+    for (; again->next < again->ranges.size(); ++again->next) {
+        const auto& [first, last] = again->ranges[again->next];
+        const int64_t highest = std::min(position, last) / grid_ * grid_;
+        if (highest >= first) return std::max(before.hit, highest);
+    }
+    return before.hit;
+}
+
+// What a walk has ruled out, from `from` down to the hit. Below a hit that was found before nothing is learnt of what lies above
+// it, and that stays ruled out.
+void Manager::rule_out(const Reopened& again, int64_t from, int64_t hit, Request::Served* before) const {
+    if (again.known && from < before->hit) return;
+    *before = {hit, again.known ? std::max(from, before->upto) : from, arena_.appeared()};
 }
 
 // The highest grid point at or below `from` that every sparse group serves. A missing block rules out every position above
@@ -97,19 +116,11 @@ bool Manager::reopened(const Request& r, const Request::Served& before, std::vec
 int64_t Manager::sparse_hit(const Request& r, int64_t from, unsigned sources) const {
     const bool alone = !(sources & kPresent) || r.present.empty();
     Request::Served& before = r.served[sources & kPending ? 1 : 0];
-    std::vector<Reopened> again;
-    const bool known = alone && before.upto >= 0 && reopened(r, before, &again);
+    Reopened again = alone ? reopened(r, before) : Reopened{};
     std::array<int64_t, kMostGroups> there;  // per span: from here on, up to the position, its blocks were seen
     there.fill(INT64_MAX);
-    auto candidate = again.begin();
     int64_t hit = from;
-    while (hit > 0) {
-        if (known && hit <= before.upto && hit > before.hit) {
-            auto highest = [&] { return std::min(hit, candidate->last) / grid_ * grid_; };
-            while (candidate != again.end() && highest() < candidate->first) ++candidate;
-            hit = candidate == again.end() ? before.hit : std::max(before.hit, highest());
-        }
-        if (hit == 0) break;
+    while ((hit = not_ruled_out(&again, before, hit)) > 0) {
         int64_t next = hit;
         for (const int32_t g : states_)
             if (!state_at(r, g, hit, sources)) {
@@ -132,9 +143,7 @@ int64_t Manager::sparse_hit(const Request& r, int64_t from, unsigned sources) co
         hit = next;
     }
     hit = std::max<int64_t>(hit, 0);
-    // Below the served position nothing is learnt of what lies above, and that stays ruled out.
-    if (alone && !(known && from < before.hit))
-        before = {hit, known ? std::max(from, before.upto) : from, arena_.appeared()};
+    if (alone) rule_out(again, from, hit, &before);
     return hit;
 }
 
@@ -166,9 +175,7 @@ void Manager::attribute_losses(const Request& r, const Walk& walk, const Walk& p
         reach = std::min(reach, std::max(resident, deepest_evicted(r, group, resident, limit)));
     }
     if (sparse_votes_) {
-        int64_t evicted = evicted_any ? reach : at;
-        while (evicted > at && !sparse_known(r, evicted)) evicted -= grid_;
-        lose(KVC_LOST_EVICTED, evicted);
+        if (evicted_any && reach > at) lose(KVC_LOST_EVICTED, last_sparse_known(r, reach, at));
         if (!full_.empty() && walk.full > at) {
             lose(KVC_LOST_STATE, walk.full);
             out->lacking = lacking_group(r, walk.full);
@@ -193,6 +200,17 @@ int32_t Manager::lacking_group(const Request& r, int64_t position) const {
             if (!block_at(r, g, b, kPresent)) return g;
     }
     return -1;
+}
+
+// The highest position up to `from` at which every sparse group has, or had, what a hit needs; `least` if there is none above.
+int64_t Manager::last_sparse_known(const Request& r, int64_t from, int64_t least) const {
+    Request::Served& before = r.served[2];
+    Reopened again = reopened(r, before);
+    int64_t found = from;
+    while ((found = not_ruled_out(&again, before, found)) > least && !sparse_known(r, found)) found -= grid_;
+    found = std::max(found, least);
+    rule_out(again, from, found, &before);
+    return found;
 }
 
 // Every sparse group has, or had, what a hit here needs: with the hit below, at least one page of it was evicted.

@@ -106,10 +106,18 @@ class Manager final : private KeyListener {
     bool block_at(const Request& r, int32_t group, int64_t block, unsigned sources) const;
     bool state_at(const Request& r, int32_t group, int64_t position, unsigned sources) const;
     struct Reopened {
-        int64_t first;
-        int64_t last;
+        struct Range {
+            int64_t first;
+            int64_t last;
+        };
+        std::vector<Range> ranges;  // the highest first
+        size_t next = 0;            // those before it lie above what is asked for now
+        bool known = false;         // else nothing is ruled out
     };
-    bool reopened(const Request& r, const Request::Served& before, std::vector<Reopened>* positions) const;
+    Reopened reopened(const Request& r, const Request::Served& before) const;
+    int64_t not_ruled_out(Reopened* again, const Request::Served& before, int64_t position) const;
+    void rule_out(const Reopened& again, int64_t from, int64_t hit, Request::Served* before) const;
+    int64_t last_sparse_known(const Request& r, int64_t from, int64_t least) const;
     int64_t sparse_hit(const Request& r, int64_t from, unsigned sources) const;
     Walk longest(const Request& r, unsigned sources, int64_t limit) const;
     void attribute_losses(const Request& r, const Walk& walk, const Walk& pending, Request::Losses* out) const;

@@ -138,7 +138,7 @@ struct Request : Content {
         }
     };
     mutable std::vector<Resident> resident;  // per group
-    mutable std::array<Served, 2> served;    // visible keys; pending ones too
+    mutable std::array<Served, 3> served;    // visible keys; pending ones too; visible or evicted ones
     Losses losses;
 
     // The last lookup.
