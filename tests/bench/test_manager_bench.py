@@ -77,7 +77,7 @@ def test_without_a_peer_all_of_ours_is_measured() -> None:
 def test_the_peer_stands_beside_ours(pretended: Callable[..., dict[str, Any]]) -> None:
     report = run(**pretended())
     expected = set(ABOUT) - OURS_ALONE | {"decode_step_256"}
-    expected |= {f"bytes_per_cached_block_{name}" for name in ("closed", "without_records")}
+    expected |= {f"bytes_per_cached_block_{name}" for name in ("closed", "with_records")}
     assert set(report["ratios"]) == expected
     assert set(TARGETS) < expected
     assert report["targets"] == TARGETS
