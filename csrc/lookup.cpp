@@ -273,7 +273,7 @@ int32_t Manager::lookup(int64_t handle, const uint8_t* const* present, const int
     out->pending_tokens = std::max(pending.hit, walk.hit);
     out->junction = !full_.empty() && pending.full > pending.hit ? pending.full : 0;
     // The same find has the same losses: only the first lookup of a request that waits looks for what was evicted.
-    const std::array<int64_t, 6> of = {1 + r->n_tokens, device.hit, walk.hit, walk.full, pending.hit, pending.full};
+    const std::array<int64_t, 6> of = {r->n_tokens, device.hit, walk.hit, walk.full, pending.hit, pending.full};
     if (!r->losses.current || of != r->losses.of) {
         r->losses = {.of = of,
                      .regions = {},
