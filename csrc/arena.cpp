@@ -25,10 +25,11 @@ Arena::Arena(int64_t slabs, std::vector<int32_t> pages_per_slab, std::vector<int
         classes_[c].partial.assign(static_cast<size_t>(pages_per_slab[c]), kNoSlab);
         classes_[c].nonempty.assign((static_cast<size_t>(pages_per_slab[c]) + 63) / 64, 0);
     }
-    // Odd multiples of the golden ratio: equal keys of two groups must not look alike in the table of evicted ones.
+    // Equal keys of two groups must not look alike in the table of evicted ones: each group has four numbers of the seed's
+    // sequence to itself (HashSeed steps by the golden ratio).
     for (size_t g = 0; g < class_of_group.size(); ++g) {
         const int64_t most = most_slabs_ * pages_per_slab[static_cast<size_t>(class_of_group[g])];
-        groups_.push_back({class_of_group[g], KeyIndex(seed + g * 0x9e3779b97f4a7c15ULL, most)});
+        groups_.push_back({class_of_group[g], KeyIndex(seed + 4 * g * 0x9e3779b97f4a7c15ULL, most)});
     }
     leaving_.reserve(static_cast<size_t>(most_per_slab_));
     // So that a page costs nothing the first time it is used; where classes share the slabs, most are never made.

@@ -7,8 +7,7 @@ namespace kvc {
 
 namespace {
 constexpr size_t kFirstBuckets = 4;
-constexpr int64_t kAtOnce =
-    int64_t{1} << 20;  // keys: with no more, all room is made at first (5.6 MB, as it is written)
+constexpr int64_t kAtOnce = int64_t{1} << 20;  // keys: for no more, all room is made at first (5.6 MB as it is written)
 constexpr int64_t kFirstPages = (int64_t{1} << 20) - 1;
 constexpr int64_t kBatch = 16;  // lookups in flight: enough to hide a DRAM miss behind 15 others
 

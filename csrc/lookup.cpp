@@ -104,10 +104,11 @@ int64_t Manager::not_ruled_out(Reopened* again, const Request::Served& before, i
 }
 
 // What a walk has ruled out, from `from` down to the hit. Below a hit that was found before nothing is learnt of what lies above
-// it, and that stays ruled out.
+// it, and that stays ruled out; so does what lies above `from`, unless a part of it has to be asked again: that was not done.
 void Manager::rule_out(const Reopened& again, int64_t from, int64_t hit, Request::Served* before) const {
     if (again.known && from < before->hit) return;
-    *before = {hit, again.known ? std::max(from, before->upto) : from, arena_.appeared()};
+    const bool unasked = !again.ranges.empty() && again.ranges.front().last > from;
+    *before = {hit, again.known && !unasked ? std::max(from, before->upto) : from, arena_.appeared()};
 }
 
 // The highest grid point at or below `from` that every sparse group serves. A missing block rules out every position above
@@ -272,10 +273,9 @@ int32_t Manager::lookup(int64_t handle, const uint8_t* const* present, const int
     out->pending_tokens = std::max(pending.hit, walk.hit);
     out->junction = !full_.empty() && pending.full > pending.hit ? pending.full : 0;
     // The same find has the same losses: only the first lookup of a request that waits looks for what was evicted.
-    const std::array<int64_t, 6> of = {1 + r->n_tokens, device.hit, walk.hit, walk.full, pending.hit, pending.full};
+    const std::array<int64_t, 6> of = {r->n_tokens, device.hit, walk.hit, walk.full, pending.hit, pending.full};
     if (!r->losses.current || of != r->losses.of) {
         r->losses = {.of = of,
-                     .current = true,
                      .regions = {},
                      .tick = ++tick_,
                      .order = last_order_,
@@ -285,6 +285,7 @@ int32_t Manager::lookup(int64_t handle, const uint8_t* const* present, const int
                      .cleared = r->cleared > 0,
                      .retired = r->retired};
         attribute_losses(*r, walk, pending, &r->losses);
+        r->losses.current = true;
     }
     for (size_t i = 0; i < r->losses.n; ++i) {
         const Request::Lost& lost = r->losses.regions[i];

@@ -129,7 +129,7 @@ struct Request : Content {
         bool cleared = false;  // ... and the keys of that were dropped
         bool retired = false;
 
-        int64_t tokens() const { return of[0] - 1; }
+        int64_t tokens() const { return of[0]; }
         int64_t hit() const { return of[2]; }
         int64_t full() const { return of[3]; }
         void lose(int32_t cause, int64_t begin, int64_t end) {

@@ -256,9 +256,9 @@ typedef struct {
     int64_t full_tokens; /* where the hit of the full groups alone ended */
 } kvc_explained;
 /* Why the last kvc_lookup of a request, which may run by now, lost what it did: ascending, from hit_tokens to n_tokens.
- * *n = how many; writes at most cap. elsewhere: NULL, or as `present` of kvc_lookup: what somebody holds that was not asked. Others are
- * known while they are open, and as long as kvc_config.history_tokens remembers them. O(known requests), and the common part
- * of requests with another root. */
+ * *n = how many; writes at most cap. elsewhere: NULL, or as `present` of kvc_lookup: what somebody holds that was not
+ * asked. Others are known while they are open, and as long as kvc_config.history_tokens remembers them. O(known
+ * requests), and the common part of requests with another root. */
 int32_t kvc_explain(kvc_manager* manager, int64_t handle, const uint8_t* const* elsewhere, const int64_t* n_elsewhere,
                     kvc_explained* out, kvc_loss* losses, int64_t cap, int64_t* n);
 
@@ -438,8 +438,9 @@ int32_t kvc_get_group_stats(kvc_manager* manager, int32_t group, kvc_group_stats
 int32_t kvc_has_key(kvc_manager* manager, int32_t group, uint32_t ns, const uint8_t* digest, int32_t* page);
 /* Keys, requests, loads and unread records of a namespace; at 0 its number may be given to another. */
 int32_t kvc_namespace_use(kvc_manager* manager, uint32_t ns, int64_t* uses);
-/* Drops every key (of these namespaces). O(pages), however many there are. Requests that hold pages run on, and leave no keys until they start anew. With
- * `retire` = 1 the root is out of use: its open requests find no keys and leave none, in tiers too. */
+/* Drops every key (of these namespaces). O(pages), however many there are. Requests that hold pages run on, and leave no
+ * keys until they start anew. With `retire` = 1 the root is out of use: its open requests find no keys and leave none, in
+ * tiers too. */
 int32_t kvc_clear(kvc_manager* manager, int32_t retire);
 int32_t kvc_clear_namespaces(kvc_manager* manager, const uint32_t* ns, int64_t n, int32_t retire);
 /* Recounts references, lists, index, pending keys, slabs, what the oldest request holds. O(pages). */

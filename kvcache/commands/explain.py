@@ -9,6 +9,7 @@ import time
 from typing import Any, NamedTuple
 
 from kvcache.bench.traces import TraceRequest
+from kvcache.commands.numbers import whole_number
 from kvcache.commands.output import Progress, emit_json
 from kvcache.commands.replay import add_trace_arguments, open_replay
 from kvcache.core.errors import ConfigError
@@ -87,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trace_arguments(parser)
     parser.add_argument(
         "--top",
-        type=int,
+        type=whole_number,
         default=DEFAULT_TOP,
         metavar="N",
         help="how many of the requests to show that lost most, new content and last blocks apart"
@@ -95,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--request",
-        type=int,
+        type=whole_number,
         metavar="LINE",
         help="show the request on this line of the trace alone; the replay ends with it",
     )

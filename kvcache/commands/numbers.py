@@ -67,7 +67,7 @@ def byte_count(text: str) -> int:
     """A number of bytes above 0: 80GB, 141 GB (powers of ten), 24GiB (of two), 85899345920."""
     found = re.fullmatch(_NUMBER + r"(?: ?([kKMGT]i?|)B)?", text, re.ASCII)
     value = _value(found, text)
-    if not 0 < value <= MAX_BYTES:
+    if not 1 <= value <= MAX_BYTES:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a number of bytes: expected one above 0, up to {MAX_BYTES}, such as 80GB,"
             " 24GiB or 85899345920 (kB or KB, MB, GB, TB are powers of ten, KiB, MiB, GiB, TiB powers"

@@ -12,7 +12,7 @@ from kvcache import Manager, Sparse
 from kvcache.core import explain_calls
 from kvcache.core.errors import ConfigError
 from kvcache.core.explain_calls import LEAST_HISTORY_TOKENS, MOST_HISTORY_TOKENS
-from kvcache.core.explanation import TokensDiffer
+from kvcache.core.explanation import NotStored, TokensDiffer
 from kvcache.core.records import UNLIMITED
 
 
@@ -94,3 +94,13 @@ def test_a_turn_that_was_cut_short_does_not_take_away_what_the_one_before_had_co
         serve(m, text(4000, 10_000 * i))
     found = explain(m, text(33))
     assert (found.losses[0].cause, found.losses[0].end) == ("evicted", 32)
+
+
+def test_a_turn_that_was_cut_short_does_not_hide_a_clear_after_the_one_before() -> None:
+    m = manager(10**6)
+    serve(m, text(24), session="chat")
+    m.clear()
+    m.abort(m.open(text(30), session="chat"))
+    evidence = only(explain(m, text(24)), "not_stored").evidence
+    assert isinstance(evidence, NotStored)
+    assert evidence.why == "cleared"

@@ -129,6 +129,20 @@ def test_law_07_what_an_earlier_run_noticed_is_kept_after_a_preempt() -> None:
     assert {12, 40} <= set(m.stops(second, 4, 62))
 
 
+def test_law_07_an_allocate_that_is_refused_hides_no_state_that_came_before_it() -> None:
+    m = hybrid(slabs=32)
+    compute(m, m.open(list(range(1000, 1100))), 100, 100)
+    text = list(range(100, 140))
+    first = m.open(text)
+    compute(m, first, 40, 40)
+    m.finish(first)
+    waiting = m.open([*text[:30], 1, 2, 3, 4], max_tokens=200)
+    assert m.lookup(waiting)[:4] == (0, 0, 0, 28)
+    compute(m, m.open([*text[:30], 5, 6, 7, 8]), 34, 34)  # keeps the state of the junction
+    assert m.allocate(waiting, 190) is None
+    assert m.lookup(waiting)[:4] == (28, 28, 28, 0)
+
+
 def compute_blindly(m: Manager, handle: int, upto: int) -> None:
     """In one chunk, without a lookup by its owner: junctions are not noticed."""
     step = m.begin_step()

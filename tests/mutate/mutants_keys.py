@@ -167,6 +167,16 @@ KEYS = [
         (LAW + "04_windows.py::test_law_04_the_hit_of_several_windows_equals_brute_force",),
     ),
     Mutant(
+        "what appeared above where a walk began taken for asked",
+        "csrc/lookup.cpp",
+        "again.known && !unasked ?",
+        "again.known ?",
+        (
+            LAW + "07_polls.py"
+            "::test_law_07_an_allocate_that_is_refused_hides_no_state_that_came_before_it",
+        ),
+    ),
+    Mutant(
         "junction dropped",
         "csrc/lookup.cpp",
         "out->junction = !full_.empty() && pending.full > pending.hit ? pending.full : 0;",

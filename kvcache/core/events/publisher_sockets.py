@@ -64,12 +64,7 @@ class PublisherSockets:
         except (zmq.ZMQError, ConfigError) as error:
             self.close(0)
             self.close_waker()
-            hint = ""
-            if endpoint == replay_endpoint:
-                hint = (
-                    "; endpoint and replay_endpoint are the same: give each an address of its own"
-                )
-            raise ConfigError(f"{what} {place}: {error}{hint}") from error
+            raise ConfigError(f"{what} {place}: {error}") from error
 
     def wake(self) -> None:
         """Ends the wait for `wake_read`."""
@@ -96,4 +91,6 @@ class PublisherSockets:
 def _require_other(endpoint: str, replay_endpoint: str) -> None:
     """`ConfigError` for one address twice: a second ipc socket takes the path away without an error."""
     if endpoint == replay_endpoint and not endpoint.endswith((":0", ":*")):
-        raise ConfigError("endpoint is the same: give each an address of its own")
+        raise ConfigError(
+            "endpoint and replay_endpoint are the same: give each an address of its own"
+        )
