@@ -162,6 +162,14 @@ void ManagerFuzz::open() {
                 break;
         }
     }
+    Kept kept;
+    if (random_.chance(60)) {
+        kept = some_kept();
+        args.intervals = kept.intervals.data();
+        args.positions = kept.positions.data();
+        args.declared = kept.declared.data();
+        args.n_positions = kept.n;
+    }
     int64_t handle = 0;
     if (call("kvc_open", [&] { return kvc_open(manager_, &args, &handle); }) == KVC_OK) handles_.push_back(handle);
 }
@@ -177,25 +185,32 @@ void ManagerFuzz::extend() {
     call("kvc_extend", [&] { return kvc_extend(manager_, handle, tokens, n); });
 }
 
-void ManagerFuzz::retain() {
+// What a request keeps, or nonsense.
+ManagerFuzz::Kept ManagerFuzz::some_kept() {
     const int64_t grid = setup_.config.grid_tokens;
-    std::vector<int64_t> positions;
-    std::vector<uint8_t> kept;
+    Kept kept;
     for (int64_t i = random_.below(4); i-- > 0;) {
-        positions.push_back(spite() ? random_.hostile() : (static_cast<int64_t>(positions.size()) * 2 + 1) * grid);
-        kept.push_back(static_cast<uint8_t>(random_.below(3)));
+        const auto next = static_cast<int64_t>(kept.positions.size()) * 2 + 1;
+        kept.positions.push_back(spite() ? random_.hostile() : next * grid);
+        kept.declared.push_back(static_cast<uint8_t>(random_.below(3)));
     }
-    std::vector<int64_t> intervals;
     for (size_t g = 0; g < setup_.groups.size(); ++g)
-        intervals.push_back(spite() ? random_.hostile() : random_.below(4) * grid);
-    const auto n = spite() ? -1 - random_.below(INT64_MAX) : static_cast<int64_t>(positions.size());
+        kept.intervals.push_back(spite() ? random_.hostile() : random_.below(4) * grid);
+    kept.n = spite() ? -1 - random_.below(INT64_MAX) : static_cast<int64_t>(kept.positions.size());
+    for (size_t i = 0; where_.trace && i < kept.positions.size(); ++i)
+        std::fprintf(stderr, "    keeps %lld, declared %d\n", static_cast<long long>(kept.positions[i]),
+                     kept.declared[i]);
+    for (size_t g = 0; where_.trace && g < kept.intervals.size(); ++g)
+        std::fprintf(stderr, "    interval %lld\n", static_cast<long long>(kept.intervals[g]));
+    return kept;
+}
+
+void ManagerFuzz::retain() {
+    const Kept kept = some_kept();
     const int64_t handle = a_handle();
-    for (size_t i = 0; where_.trace && i < positions.size(); ++i)
-        std::fprintf(stderr, "    keeps %lld, declared %d\n", static_cast<long long>(positions[i]), kept[i]);
-    for (size_t g = 0; where_.trace && g < intervals.size(); ++g)
-        std::fprintf(stderr, "    interval %lld\n", static_cast<long long>(intervals[g]));
-    call("kvc_retain",
-         [&] { return kvc_retain(manager_, handle, intervals.data(), positions.data(), kept.data(), n); });
+    call("kvc_retain", [&] {
+        return kvc_retain(manager_, handle, kept.intervals.data(), kept.positions.data(), kept.declared.data(), kept.n);
+    });
 }
 
 void ManagerFuzz::stops() {

@@ -55,6 +55,13 @@ class ManagerFuzz {
     // fuzz_manager.cpp
     void open();
     void extend();
+    struct Kept {
+        std::vector<int64_t> intervals;
+        std::vector<int64_t> positions;
+        std::vector<uint8_t> declared;
+        int64_t n = 0;
+    };
+    Kept some_kept();
     void retain();
     void stops();
     void lookup();
