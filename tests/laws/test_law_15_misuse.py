@@ -38,12 +38,14 @@ def test_law_15_misuse_is_a_named_error_at_once_and_changes_nothing(case: str) -
 
 
 class Answer(NamedTuple):
-    """A policy that always says the same."""
+    """A policy that always says the same, but for the prompt of one token that a new manager asks of."""
 
     answer: RetentionPlan
+    at_once: bool = False
 
     def plan(self, shape: TurnShape) -> RetentionPlan:
-        del shape
+        if shape.prompt_tokens == 1 and not self.at_once:
+            return RetentionPlan([0] * len(shape.groups), (), ())
         return self.answer
 
 
@@ -52,8 +54,10 @@ class Answer(NamedTuple):
     [
         RetentionPlan((0, GEOMETRY.grid_tokens), (GEOMETRY.grid_tokens - 1,), (True,)),
         RetentionPlan((0, 0), (2 * GEOMETRY.grid_tokens, GEOMETRY.grid_tokens), (True, True)),
+        RetentionPlan((0, GEOMETRY.grid_tokens + 1), (), ()),
+        RetentionPlan((0, -GEOMETRY.grid_tokens), (), ()),
     ],
-    ids=["position off the grid", "positions that descend"],
+    ids=["position off the grid", "positions that descend", "interval off the grid", "below 0"],
 )
 def test_law_15_what_a_policy_may_not_answer_is_refused_at_open(answer: RetentionPlan) -> None:
     m = Manager(GEOMETRY, slabs=8, retention=Answer(answer))
@@ -66,7 +70,7 @@ def test_law_15_what_a_policy_may_not_answer_is_refused_at_open(answer: Retentio
 def test_law_15_an_interval_off_the_grid_is_refused_when_the_manager_is_made() -> None:
     off = RetentionPlan((0, GEOMETRY.grid_tokens + 1), (), ())
     with pytest.raises(ConfigError, match="an interval of 5 tokens: it must be 0 or a multiple"):
-        Manager(GEOMETRY, slabs=8, retention=Answer(off))
+        Manager(GEOMETRY, slabs=8, retention=Answer(off, at_once=True))
 
 
 def test_law_15_commit_without_a_step_is_refused() -> None:
