@@ -131,6 +131,7 @@ class Engine(EngineState):
         end = request.granted if upto is None else upto
         self.manager.commit(request.handle, end)
         works.append(self.work(request, request.committed, end))
+        works[-1].told = len(request.tokens)
         works[-1].twin = self.any_twins()
         self.saw("rejected guess", min(request.drafts, request.granted - end))
         before = set(request.pages())

@@ -137,8 +137,9 @@ class MachineBase(RuleBasedStateMachine):
         sooner = engine.walk(request, resident, tier, engine.pending())
         assert walk.hit <= hit.pending_tokens <= later.hit
         junctions = {engine.oracle.junction(w) for w in (sooner, later)}
-        if any(pending) and (engine.any_twins() or not engine.unlimited):
-            # A key is not pending where another page had it, or was to have it, at the commit.
+        if any(pending) and (engine.any_twins() or engine.any_told_late() or not engine.unlimited):
+            # A key is not pending where another page had it, or was to have it, at the commit, nor
+            # where its tokens were not known.
             reach = {w.full for w in (walk, sooner, later)}
             junctions |= {0, *(at for at in reach if at > walk.hit)}
         assert hit.junction in junctions

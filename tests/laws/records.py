@@ -118,6 +118,8 @@ class Work:
     private: dict[int, list[int]]
     plans: dict[int, StatePlan]
     live: bool = True
+    told: int = 0
+    """Tokens of the request that were known at the commit: keys of later ones come with the step's end."""
     twin: bool = False
     """Another step that was open wrote a key of its, when it was committed."""
 

@@ -128,6 +128,11 @@ class EngineState:
                     a.update(b)
         return False
 
+    def any_told_late(self) -> bool:
+        """Was a token told after the commit of an open step that computes it?"""
+        works = (work for _, works in self.steps for work in works)
+        return any(work.told < min(work.end, len(work.request.tokens)) for work in works)
+
     def add_keys(self, request: Request, start: int, end: int, keys: list[set[Key]]) -> None:
         """What gets a key when a request goes from `start` to `end`."""
         for g in self.groups if not request.keyless else ():
