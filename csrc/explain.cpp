@@ -101,10 +101,7 @@ void Manager::explain_pending(const Request& r, kvc_loss* loss) const {
     for (const auto& [id, load] : loads_)
         for (const kvc_keyed& item : load.items) {
             if (item.ns != r.ns || item.end <= loss->begin || item.end > loss->end) continue;
-            const int32_t g = item.group;
-            const bool known = rules(g).state() ? digest_at(r, item.end) && (key = *digest_at(r, item.end), true)
-                                                : block_key(r, g, item.end / rules(g).block_tokens - 1, &key);
-            if (!known || std::memcmp(key.bytes, item.digest, 32) != 0) continue;
+            if (!key_at(r, item.group, item.end, &key) || std::memcmp(key.bytes, item.digest, 32) != 0) continue;
             loss->load = id;
             loss->other = item.handle;
             if (const Request* other = peek(item.handle)) name_other({other, other, 0, {}}, loss);

@@ -79,13 +79,7 @@ Manager::Reopened Manager::reopened(const Request& r, const Request::Served& bef
         const int64_t reads = g.state() ? 0 : g.chunk_tokens + g.lead_tokens;  // so far behind the block, at most
         if (key.end > before.upto || key.end + reads <= before.hit) return;
         Digest own;
-        if (g.state()) {
-            const Digest* link = digest_at(r, key.end);
-            if (!link) return;
-            own = *link;
-        } else if (!block_key(r, key.group, key.end / g.block_tokens - 1, &own)) {
-            return;
-        }
+        if (!key_at(r, key.group, key.end, &own)) return;
         if (arena_.index_hash(key.group, own, r.ns) == key.hash) again.ranges.push_back({key.end, key.end + reads});
     });
     std::ranges::sort(again.ranges, std::greater<>{}, &Reopened::Range::last);

@@ -94,6 +94,7 @@ class Manager final : private KeyListener {
     std::vector<int64_t> class_needs(int64_t most_tokens) const;  // slabs of each class
     uint64_t first_episode(uint32_t ns, const Digest& root);
     const Digest* digest_at(const Request& r, int64_t position) const;
+    bool key_at(const Request& r, int32_t group, int64_t end, Digest* key) const;
     bool block_key(const Request& r, int32_t group, int64_t block, Digest* key) const;
 
     // lookup.cpp

@@ -222,6 +222,14 @@ bool Manager::block_key(const Request& r, int32_t group, int64_t block, Digest* 
     return true;
 }
 
+// Key of the block that ends at `end`, or of the state there.
+bool Manager::key_at(const Request& r, int32_t group, int64_t end, Digest* key) const {
+    if (!rules(group).state()) return block_key(r, group, end / rules(group).block_tokens - 1, key);
+    const Digest* link = digest_at(r, end);
+    if (link) *key = *link;
+    return link;
+}
+
 // ---- retention ------------------------------------------------------------------------------------------------------
 
 int32_t Manager::retain(int64_t handle, const int64_t* intervals, const int64_t* positions, const uint8_t* declared,

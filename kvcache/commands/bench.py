@@ -21,7 +21,7 @@ from kvcache.commands.output import (
     write_atomically,
 )
 from kvcache.core.errors import ConfigError
-from kvcache.engine.model_file import find_model
+from kvcache.engine.model_file import find_model_file
 
 HELP = "Measures one part of the library on this machine, beside a baseline in the same run."
 
@@ -174,7 +174,7 @@ def _agents(
 def _inputs(bench: str, given: dict[str, Any]) -> list[str | Path]:
     """Files that a benchmark reads or runs."""
     if bench == "engine":
-        model = find_model()
+        model = find_model_file()
         return [] if model is None else [model]
     peer = importlib.import_module("kvcache.bench.peer")
     python = given.get("peer_python") or os.environ.get(peer.PYTHON_VARIABLE, "")

@@ -17,7 +17,7 @@ from kvcache.commands.output import (
     require_writable,
     write_atomically,
 )
-from kvcache.engine.model_file import find_model
+from kvcache.engine.model_file import find_model_file
 
 if TYPE_CHECKING:  # its module loads torch
     from kvcache.bench.demo import DemoSettings, Kit, Turn
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None}
     settings = demo.DemoSettings(seed=args.seed, **((QUICK if args.quick else {}) | given))
     files = args.files or demo.own_texts()
-    model = find_model()
+    model = find_model_file()
     if args.output is not None:
         require_apart(args.output, files if model is None else [*files, model])
     for path in files:

@@ -15,7 +15,7 @@ from typing import Any
 import kvcache
 from kvcache.commands import preflight
 from kvcache.commands.output import emit_json
-from kvcache.engine.model_file import find_model
+from kvcache.engine.model_file import find_model_file
 
 HELP = "Shows what is installed, which native path runs, which connectors are found, host memory."
 
@@ -100,7 +100,7 @@ def installed(name: str) -> str | None:
 
 def model_file() -> dict[str, object] | None:
     """The demo's model, if it is installed."""
-    path = find_model()
+    path = find_model_file()
     return None if path is None else {"path": str(path), "bytes": path.stat().st_size}
 
 

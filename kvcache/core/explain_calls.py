@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core import arrays
 from kvcache.core.clear_calls import ClearCalls
-from kvcache.core.errors import ConfigError
 from kvcache.core.explanation import (
     CAUSES,
     WHYS,
@@ -30,7 +28,7 @@ from kvcache.core.explanation import (
 )
 from kvcache.core.layout import Geometry
 from kvcache.core.records import UNLIMITED
-from kvcache.core.values import sequence, whole
+from kvcache.core.values import whole
 
 LEAST_HISTORY_TOKENS = 262_144
 MOST_HISTORY_TOKENS = 16_777_216
@@ -105,14 +103,7 @@ class ExplainCalls(ClearCalls):
         Raises:
             MisuseError: the request was not looked up yet.
         """
-        pointers, lengths = self._ffi.NULL, self._ffi.NULL
-        if elsewhere is not None:
-            maps = [arrays.flat(m, np.uint8, "elsewhere") for m in sequence(elsewhere, "elsewhere")]
-            if len(maps) != len(self.geometry.groups):
-                raise ConfigError(
-                    f"elsewhere has {len(maps)} arrays for {len(self.geometry.groups)} groups"
-                )
-            pointers, lengths, _keep = self._pointers("uint8_t", maps)
+        pointers, lengths, _keep = self._presence(elsewhere, "elsewhere")
         head, n = self._ffi.new("kvc_explained*"), self._ffi.new("int64_t*")
         rows = self._ffi.new("kvc_loss[]", _MOST_LOSSES)
         self._call(self._lib.kvc_explain, handle, pointers, lengths, head, rows, _MOST_LOSSES, n)

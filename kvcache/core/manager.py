@@ -285,14 +285,7 @@ class Manager(ExplainCalls):
         Raises:
             MisuseError: the request holds pages.
         """
-        pointers, lengths = self._ffi.NULL, self._ffi.NULL
-        if present is not None:
-            maps = [arrays.flat(p, np.uint8, "present") for p in sequence(present, "present")]
-            if len(maps) != len(self.geometry.groups):
-                raise ConfigError(
-                    f"present has {len(maps)} arrays for {len(self.geometry.groups)} groups"
-                )
-            pointers, lengths, _keep = self._pointers("uint8_t", maps)
+        pointers, lengths, _keep = self._presence(present, "present")
         out = self._struct("kvc_hit", self._lib.kvc_lookup, handle, pointers, lengths)
         self._note_junction(handle, int(out.junction))
         lost = dict(zip(LOSS_CAUSES, list(out.lost), strict=True))

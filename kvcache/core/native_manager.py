@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
-from kvcache.core import native
+from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
 from kvcache.core.records import KEYED_DTYPE, MOVE_DTYPE, UNLIMITED
-from kvcache.core.values import shown
+from kvcache.core.values import sequence, shown
 
 _POINTERS = {
     np.dtype(np.int32): "int32_t*",
@@ -98,8 +98,16 @@ class NativeManager:
     def _buffer(self, ctype: str, array: NDArray[Any]) -> Any:
         return self._ffi.from_buffer(f"{ctype}[]", array)
 
-    def _pointers(self, ctype: str, arrays: Sequence[NDArray[Any]]) -> tuple[Any, Any, Any]:
-        """`(array of pointers, array of lengths, what must live as long)`."""
-        buffers = [self._buffer(ctype, a) for a in arrays]
-        lengths = self._ffi.new("int64_t[]", [len(a) for a in arrays])
-        return self._ffi.new(f"{ctype}*[]", buffers), lengths, buffers
+    def _presence(
+        self, maps: Sequence[NDArray[np.uint8]] | None, what: str
+    ) -> tuple[Any, Any, Any]:
+        """What a tier holds, a byte array for each group: `(pointers, lengths, what must live as long)`."""
+        if maps is None:
+            return self._ffi.NULL, self._ffi.NULL, None
+        held = [arrays.flat(m, np.uint8, what) for m in sequence(maps, what)]
+        groups = len(self.geometry.groups)
+        if len(held) != groups:
+            raise ConfigError(f"{what} has {len(held)} arrays for {groups} groups")
+        buffers = [self._buffer("uint8_t", m) for m in held]
+        lengths = self._ffi.new("int64_t[]", [len(m) for m in held])
+        return self._ffi.new("uint8_t*[]", buffers), lengths, buffers

