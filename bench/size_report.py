@@ -17,6 +17,7 @@ from kvcache.bench.sizing import (
 from kvcache.bench.traces import open_trace
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
+from kvcache.core.values import human_bytes
 from kvcache.presets import Model
 from kvcache.presets.find import find_model
 from kvcache.presets.layers import CompressedLatent, Full, Indexed, Latent
@@ -97,14 +98,6 @@ def size_report(asked: SizeRequest) -> dict[str, Any]:
         "unverified": list(chosen.unverified),
         "sources": list(chosen.sources),
     }
-
-
-def human_bytes(value: float) -> str:
-    """In the largest binary unit of which there is one."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= scale:
-            return f"{value / scale:,.2f} {unit}"
-    return f"{value:,.0f} B"
 
 
 def _geometry(chosen: Model, asked: SizeRequest) -> Geometry:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcache.core import host_memory
+from kvcache.core.values import human_bytes
 
 SHM = "/dev/shm"  # noqa: S108 - looked at, never written to
 GIB = 2**30
@@ -67,9 +68,7 @@ def measure() -> HostMemory:
 
 def size(count: int | None) -> str:
     """Bytes for people; None is no limit, or not known."""
-    if count is None:
-        return "none"
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"
+    return "none" if count is None else human_bytes(count)
 
 
 def advice(memory: HostMemory) -> list[str]:

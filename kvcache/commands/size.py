@@ -8,9 +8,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache.bench.size_report import SizeRequest, human_bytes, size_report
+from kvcache.bench.size_report import SizeRequest, size_report
 from kvcache.commands.numbers import SUFFIXES, byte_count, retention, token_count, whole_number
 from kvcache.commands.output import emit_json
+from kvcache.core.values import human_bytes
 from kvcache.presets import names
 from kvcache.presets.serving import KV_DTYPES
 

@@ -20,6 +20,7 @@ from kvcache.core.explanation import (
     Pending,
     TokensDiffer,
 )
+from kvcache.core.values import human_bytes
 
 
 def describe(explanation: Explanation, decode: Decode | None = None) -> str:
@@ -42,14 +43,6 @@ def seconds(value: float) -> str:
     if value < 100:
         return f"{value:.1f} s"
     return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
-
-
-def count_bytes(n: int) -> str:
-    """A number of bytes in a unit that suits it."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= size:
-            return f"{n / size:,.1f} {unit}"
-    return f"{n} bytes"
 
 
 def name(other: Other) -> str:
@@ -107,7 +100,7 @@ def _evicted(e: Evicted, *_: object) -> str:
     by = f" for {name(e.by)}" if e.by is not None and e.by.handle else ""
     return (
         f"{text}: evicted {seconds(e.seconds_ago)} ago{by}; {e.pages_since:,} pages"
-        f" ({count_bytes(e.bytes_since)}) went from then on until the lookup: an arena larger by so"
+        f" ({human_bytes(e.bytes_since)}) went from then on until the lookup: an arena larger by so"
         " much (slabs) would have kept it"
     )
 

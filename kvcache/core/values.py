@@ -1,4 +1,4 @@
-"""Single values on their way in: numbers, flags, texts. Nothing is rounded, nothing made a text silently."""
+"""Single values on their way in: numbers, flags, texts, none rounded or converted silently; and in messages."""
 
 from __future__ import annotations
 
@@ -95,6 +95,14 @@ def sequence(items: Iterable[T], what: str, *, of: type[T] | None = None) -> lis
         if of is not None and not isinstance(item, of):
             raise ConfigError(f"{what} has {shown(item)}: give a list of {kind}")
     return found
+
+
+def human_bytes(value: float) -> str:
+    """For people: in the largest binary unit of which there is one."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= scale:
+            return f"{value / scale:,.2f} {unit}"
+    return f"{value:,.0f} B"
 
 
 def shown(value: object) -> str:
