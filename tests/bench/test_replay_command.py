@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from replays.command import run
 from replays.naive import BLOCK, naive_lru, random_trace, write_trace
 
-from kvcache import cli
 from kvcache.bench.traces import TraceRequest
 from kvcache.commands.numbers import pool_size, retention, token_count
 
@@ -52,12 +52,6 @@ def test_inf_dense_and_zero_are_words_of_their_flags_only() -> None:
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     return write_trace(tmp_path / "t.jsonl", random_trace(5))
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    status = cli.main([str(a) for a in argv])
-    out, err = capsys.readouterr()
-    return status, out, err
 
 
 def test_json_is_one_object_with_all_figures(

@@ -14,6 +14,7 @@ from tiers.stamp_engine import (
     STATE,
     Engine,
     engine,
+    refuse_loads,
     text,
 )
 
@@ -99,14 +100,7 @@ def test_a_load_that_cannot_be_submitted_is_not_tried_for_ever() -> None:
         prompt = text(0, 41)
         e.serve(prompt)
         e.manager.clear()
-        submit = e.offload._worker.submit
-
-        def no_loads(transfer: Transfer) -> bool:
-            if transfer.direction is Direction.LOAD:
-                raise ConnectionError("gone")
-            return submit(transfer)
-
-        e.offload._worker.submit = no_loads  # type: ignore[method-assign]
+        refuse_loads(e)
         assert [h.hit_tokens for h in e.serve(prompt).hits] == [40, 0]
         e.assert_idle()
 

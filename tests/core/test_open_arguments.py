@@ -274,32 +274,32 @@ def test_the_length_of_an_item_is_part_of_the_keys_that_it_covers() -> None:
     assert keys(4) == four
 
 
-def test_events_tell_the_identifier_as_it_was_given() -> None:
-    manager = Manager(FULL, slabs=UNLIMITED, retention=Sparse(), events=True)
-    item = image(offset_tokens=np.int64(2), length_tokens=2)
-    handle = manager.open(text(9), media=(item for _ in range(1)))  # type: ignore[arg-type]
-    manager.lookup(handle)
+def stored_by(manager: Manager, handle: int) -> BlockStored:
+    """The event of a prompt of nine tokens that is computed."""
     step = manager.begin_step()
     assert manager.allocate(handle, 9)
     manager.commit(handle, 9)
     manager.end_step(step)
     (stored,) = manager.take_events()
     assert isinstance(stored, BlockStored)
-    assert stored.extra_keys == ((("cat", 2),), None)
+    return stored
+
+
+def test_events_tell_the_identifier_as_it_was_given() -> None:
+    manager = Manager(FULL, slabs=UNLIMITED, retention=Sparse(), events=True)
+    item = image(offset_tokens=np.int64(2), length_tokens=2)
+    handle = manager.open(text(9), media=(item for _ in range(1)))  # type: ignore[arg-type]
+    assert stored_by(manager, handle).extra_keys == ((("cat", 2),), None)
 
 
 def test_events_tell_of_media_in_the_order_of_the_prompt() -> None:
     manager = Manager(FULL, slabs=UNLIMITED, retention=Sparse(), events=True)
     items = [image(offset_tokens=offset, length_tokens=1) for offset in (7, 1, 4, 3)]
     handle = manager.open(text(9), media=items)
-    manager.lookup(handle)
-    step = manager.begin_step()
-    assert manager.allocate(handle, 9)
-    manager.commit(handle, 9)
-    manager.end_step(step)
-    (stored,) = manager.take_events()
-    assert isinstance(stored, BlockStored)
-    assert stored.extra_keys == ((("cat", 1), ("cat", 3)), (("cat", 0), ("cat", 3)))
+    assert stored_by(manager, handle).extra_keys == (
+        (("cat", 1), ("cat", 3)),
+        (("cat", 0), ("cat", 3)),
+    )
 
 
 # ---- features that are off -------------------------------------------------------------------------

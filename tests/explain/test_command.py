@@ -7,20 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replays.command import run
 from replays.naive import random_trace, write_trace
-
-from kvcache import cli
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     return write_trace(tmp_path / "t.jsonl", random_trace(5))
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    status = cli.main([str(a) for a in argv])
-    out, err = capsys.readouterr()
-    return status, out, err
 
 
 def test_json_has_the_replays_figures_and_the_requests_that_lost_most(

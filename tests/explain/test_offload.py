@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from explain.explained import only
-from tiers.stamp_engine import engine, text
+from tiers.stamp_engine import engine, refuse_loads, text
 
-from kvcache.connectors.base import Direction, RequestKeys, TierScheduler, Transfer
+from kvcache.connectors.base import RequestKeys, TierScheduler
 from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.core.errors import ConfigError
 from kvcache.core.explanation import Elsewhere
@@ -20,14 +20,7 @@ def test_a_load_that_cannot_be_made_is_told_as_the_reason() -> None:
         prompt = text(0, 41)
         e.serve(prompt)
         e.manager.clear()
-        submit = e.offload._worker.submit
-
-        def no_loads(transfer: Transfer) -> bool:
-            if transfer.direction is Direction.LOAD:
-                raise ConnectionError("gone")
-            return submit(transfer)
-
-        e.offload._worker.submit = no_loads  # type: ignore[method-assign]
+        refuse_loads(e)
         handle = e.manager.open(np.array(prompt, np.int32))
         hit = e.offload.lookup(handle)
         assert hit is not None

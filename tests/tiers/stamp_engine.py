@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.connectors.base import PageRegion
+from kvcache.connectors.base import Direction, PageRegion, Transfer
 from kvcache.connectors.cpu import CpuConnector, native_copy
 from kvcache.connectors.driver import Offload
 from kvcache.connectors.testing import Faults, FaultyWorker, with_faults
@@ -240,3 +240,15 @@ def engine(**options: Any) -> Iterator[Engine]:
 
 def text(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 1000, length).tolist()  # type: ignore[no-any-return]
+
+
+def refuse_loads(e: Engine) -> None:
+    """From now on no load can be submitted."""
+    submit = e.offload._worker.submit
+
+    def no_loads(transfer: Transfer) -> bool:
+        if transfer.direction is Direction.LOAD:
+            raise ConnectionError("gone")
+        return submit(transfer)
+
+    e.offload._worker.submit = no_loads  # type: ignore[method-assign]
