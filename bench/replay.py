@@ -16,7 +16,7 @@ manager's, and all of it must add up to the prompt.
 
 from __future__ import annotations
 
-import time
+from time import thread_time
 from pathlib import Path
 from typing import Any
 
@@ -117,26 +117,26 @@ class Replay:
         prompt, output = request.prompt_tokens, request.output_tokens
         keys = request.blocks[self._merge - 1 :: self._merge]
         digests = foreign_digests(keys)
-        started = time.perf_counter()
+        started = thread_time()
         handle = self._open(request, digests)
         hit = self._manager.lookup(handle)
-        looked_up = time.perf_counter()
+        looked_up = thread_time()
         explanation = self._manager.explain(handle)
-        self._explain_seconds += (explained := time.perf_counter()) - looked_up
+        self._explain_seconds += (explained := thread_time()) - looked_up
         reused = self._compute(handle, hit.hit_tokens, prompt)
         if output > 1:  # the last token of a reply is never fed back
             self._manager.extend_foreign(handle, output)
             self._compute(handle, prompt, prompt + output - 1)
         policy_states = self._new_states()
-        computed = time.perf_counter()
+        computed = thread_time()
         self._watch_peak()
         self._check(len(keys))
-        finishing = time.perf_counter()
+        finishing = thread_time()
         self._manager.finish(handle)
         end_states = self._new_states()
         self._drop_moves()
         self._manager_seconds += looked_up - started + computed - explained
-        self._manager_seconds += time.perf_counter() - finishing
+        self._manager_seconds += thread_time() - finishing
         self._require_sum(request, reused, hit, explanation)
         ideal = self._ideal.hit_tokens(keys, prompt)
         oracle = self._ask_oracle(request, keys)

@@ -73,7 +73,9 @@ def test_json_is_one_object_with_all_figures(
     assert report["hit_rate"] == report["hit_tokens"] / report["prompt_tokens"]
     assert report["hit_rate_by_source"] == {"device": report["hit_rate"]}
     assert report["peak_used_bytes"] == 20 * BLOCK * 128 * 1024
-    assert 0 < report["manager_seconds"] < report["wall_seconds"]
+    assert 0 < report["manager_seconds"] < report["cpu_seconds"]
+    assert report["explain_seconds"] + report["manager_seconds"] < report["cpu_seconds"]
+    assert report["wall_seconds"] > 0
     for field in ("ideal_hit_rate", "lost_tokens_by_cause", "checkpoints_per_request", "trace"):
         assert field in report
 
