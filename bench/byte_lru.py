@@ -79,6 +79,6 @@ class ByteLru:
         limit = (prompt_tokens - 1) // self.sizes.block_tokens
         run = sum(1 for _ in takewhile(self.order.lru.__contains__, keys.blocks[:limit]))
         hit = run
-        while hit and not all(map(self.order.resident, keys.sparse(hit))):
+        while hit and not all(self.order.resident(key) for _, key in keys.sparse(hit)):
             hit -= 1
         return hit, run

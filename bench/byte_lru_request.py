@@ -28,18 +28,14 @@ class Keys:
         per_grid = self.sizes.block_tokens // self.sizes.spans[group].block_tokens
         return group, self.blocks[block // per_grid], block % per_grid
 
-    def read(self, group: int, position: int) -> list[Hashable]:
-        """What of a span is read at a position, the last block first."""
-        span = self.sizes.spans[group]
-        blocks = span.read(position * self.sizes.block_tokens)
-        return [self.span(group, b) for b in reversed(blocks)]
-
-    def sparse(self, position: int) -> Iterator[Hashable]:
-        """What a hit needs beside full attention."""
+    def sparse(self, position: int) -> Iterator[tuple[int, Hashable]]:
+        """What a hit needs beside full attention, and the tokens that each of it ends with."""
+        tokens = position * self.sizes.block_tokens
         if self.sizes.state_bytes:
-            yield self.state(position)
-        for group in range(len(self.sizes.spans)):
-            yield from self.read(group, position)
+            yield tokens, self.state(position)
+        for group, span in enumerate(self.sizes.spans):
+            for block in reversed(span.read(tokens)):
+                yield (block + 1) * span.block_tokens, self.span(group, block)
 
 
 class Request:
@@ -66,7 +62,7 @@ class Request:
         self._spans = [_Span(self, g, hit) for g in range(len(self.sizes.spans))]
         for block in keys.blocks[:hit]:
             order.pop(block)
-        for key in keys.sparse(hit) if hit else ():
+        for _, key in keys.sparse(hit) if hit else ():
             order.adopt(key)
             if self._policy.get(hit):
                 order.kept.add(key)
@@ -155,28 +151,27 @@ class Request:
 
     def finish(self) -> None:
         """Everything goes back; the end of the turn gets its keys."""
-        order, kv_bytes = self.order, self.sizes.kv_bytes
+        order, kv_bytes, grid = self.order, self.sizes.kv_bytes, self.sizes.block_tokens
         order.give_back((self._pages - self._computed) * kv_bytes)
         order.give_back(self._works * self.sizes.state_bytes)
         filed: list[tuple[int, Hashable, int]] = []
         if self._state:
             if not self._state_keyed:
                 self._key_state()
-            filed.append((self._state, self.keys.state(self._state), self.sizes.state_bytes))
+            filed.append(
+                (self._state * grid, self.keys.state(self._state), self.sizes.state_bytes)
+            )
         last = self.keyed_upto(self._end)
         for span in self._spans:
-            filed += [(at, key, span.pages.page_bytes) for at, key in span.close(last)]
+            filed += [(end, key, span.pages.page_bytes) for end, key in span.close(last)]
         for position in self.all_declared():
             if position > last:
                 continue
-            touched = [key for key in self.keys.sparse(position) if order.resident(key)]
-            filed += [(position, key, order.pop(key)) for key in touched]
+            touched = [(end, key) for end, key in self.keys.sparse(position) if order.resident(key)]
+            filed += [(end, key, order.pop(key)) for end, key in touched]
+        filed += [(i * grid, self.keys.blocks[i - 1], kv_bytes) for i in range(self._computed, 0, -1)]
         filed.sort(key=lambda page: -page[0])
-        for i in range(self._computed, 0, -1):
-            while filed and filed[0][0] >= i:
-                _, key, size = filed.pop(0)
-                order.lru[key] = size
-            order.lru[self.keys.blocks[i - 1]] = kv_bytes
+        order.lru.update((key, size) for _, key, size in filed)
 
 
 class _Span:
@@ -241,14 +236,10 @@ class _Span:
             self.order.give_back(self.pages.page_bytes)
 
     def close(self, last: int) -> list[tuple[int, Hashable]]:
-        """At the end: keys of its pages and the lowest boundary that each serves, the last block first."""
+        """At the end: the tokens that each keyed page ends with, and its key, the last block first."""
         self.key(last, declared=False)
         blocks = sorted(self._held, reverse=True)
         keyed = [b for b in blocks if self._held[b]]
         self.order.give_back((len(blocks) - len(keyed)) * self.pages.page_bytes)
-        marks = [*self._request.all_declared(), last]
-        served = [
-            min((p for p in marks if b in self.pages.read(p * self._grid)), default=last)
-            for b in keyed
-        ]
-        return [(p, self.keys.span(self._group, b)) for p, b in zip(served, keyed, strict=True)]
+        size = self.pages.block_tokens
+        return [((b + 1) * size, self.keys.span(self._group, b)) for b in keyed]

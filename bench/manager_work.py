@@ -54,10 +54,9 @@ def decode_step(manager: Manager, handles: NDArray[np.int64]) -> None:
     """
     one, sampled = np.ones(len(handles), np.int64), np.zeros(len(handles), np.int32)
     step = manager.begin_step()
-    grants = manager.allocate_many(handles, one)
+    grants = manager.allocate_many(handles, one, commit=True)
     if len(grants) < len(handles):
         raise InvariantError("no space for a decode step")
-    manager.commit_many(handles, grants["end"])
     manager.take_moves()
     manager.end_step(step)
     manager.extend_many(handles, sampled)

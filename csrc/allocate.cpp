@@ -126,9 +126,9 @@ int64_t Manager::slabs_after(const Request& r, const Adoption* adoption, const D
 // of open steps count, and go away).
 Manager::Demand Manager::fitting_demand(const Request& r, const Adoption* adoption, int64_t start, int64_t end,
                                         int64_t sure) const {
-    end = plan_limit(r, start, end);
+    if (end - start > 1) end = plan_limit(r, start, end);
     Demand demand = demand_of(r, adoption, start, end, sure);
-    if (slabs_after(r, adoption, demand) <= arena_.slabs()) return demand;
+    if (end - start <= 1 || slabs_after(r, adoption, demand) <= arena_.slabs()) return demand;
     int64_t good = std::min(start + 1, end), bad = end;
     while (bad - good > 1) {
         const int64_t middle = good + (bad - good) / 2;
@@ -142,7 +142,7 @@ int32_t Manager::check_allocate(const Request& r, int64_t n_tokens, int64_t n_dr
     if (r.state == RequestState::kLoading)
         return fail(KVC_E_STATE, "request %lld waits for load %lld: end it first", static_cast<L>(r.handle),
                     static_cast<L>(r.load));
-    if (static_cast<int64_t>(arena_.moves().size()) > most_untaken())
+    if (!arena_.moves().empty() && static_cast<int64_t>(arena_.moves().size()) > most_untaken())
         return fail(KVC_E_STATE, "%zu moves of pages wait: take them, and copy, after every allocate",
                     arena_.moves().size());
     if (n_tokens < 0 || n_drafts < 0 || (n_drafts && !n_tokens))
@@ -175,12 +175,14 @@ int32_t Manager::need(int64_t handle, int64_t n_tokens, int64_t n_drafts, int64_
     return KVC_OK;
 }
 
-// A grant that ends within the blocks and the state that the request has: most decode steps.
-bool Manager::grant_within(Request& r, int64_t end, int64_t drafts) {
+// Grants that need no plan: of few tokens, for a running request that goes on in the states that it has.
+bool Manager::grant_on(Request& r, bool oldest, int64_t end, int64_t drafts) {
     const int64_t at = r.committed;
-    if (drafts || r.granted != at || (at + piece_ - 1) / piece_ != (end + piece_ - 1) / piece_) return false;
+    if (drafts || r.granted != at) return false;
+    if (!states_.empty() && (end == at || end / grid_ != at / grid_ || r.working.pages.empty())) return false;
+    const bool within = (at + piece_ - 1) / piece_ == (end + piece_ - 1) / piece_;  // the blocks that it has
+    if (!within && (end > at + 1 || !take_next_blocks(r, oldest))) return false;
     if (!states_.empty()) {
-        if (end == at || end % grid_ == 0 || r.working.pages.empty()) return false;
         r.plan.resize(1);
         Point& point = r.plan[0];
         point.position = end;
@@ -195,48 +197,76 @@ bool Manager::grant_within(Request& r, int64_t end, int64_t drafts) {
     return true;
 }
 
+// The block of the token at r.granted, for each group in which that is the first one. False: there is no space, and nothing is
+// changed.
+bool Manager::take_next_blocks(Request& r, bool oldest) {
+    std::array<int64_t, kMostGroups> pages{};  // of each class
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        if (!starts_block(r, g)) continue;
+        if (rules(g).transient && rules(g).block_tokens == 1) return false;  // not every token gets a page
+        ++pages[static_cast<size_t>(rules(g).size_class)];
+        std::vector<int32_t>& own = r.tables[static_cast<size_t>(g)].pages;
+        make_room(own, 1);
+    }
+    const auto wanted = std::span(pages).first(pages_per_slab_.size());
+    arena_.reserve(wanted, {});
+    arena_.taken_by(r.handle, r.session);
+    if (!(oldest ? arena_.secure_mine(wanted) : arena_.secure(wanted))) return false;
+    for (int32_t g = 0; g < n_groups_; ++g)
+        if (starts_block(r, g)) r.tables[static_cast<size_t>(g)].pages.push_back(take_page(r, g));
+    return true;
+}
+
 // ---- the call -----------------------------------------------------------------------------------------------------
 
 int32_t Manager::allocate(int64_t handle, int64_t n_tokens, int64_t n_drafts, kvc_grant* out) {
     Request* r = find(handle);
     if (!r) return unknown(handle);
     const bool oldest = r == guaranteed();
-    const bool waiting = r->state == RequestState::kWaiting;
-    Adoption adoption;
-    if (waiting && (oldest || !frozen_)) adoption = adopt(*r, oldest);
-    const Adoption* adopted = waiting ? &adoption : nullptr;
-    const int64_t at = waiting ? adoption.hit : r->committed;
+    if (r->state != RequestState::kRunning || (frozen_ && !oldest))
+        return grant_beyond(*r, oldest, n_tokens, n_drafts, out);
+    const int64_t at = r->committed;
     if (const auto status = check_allocate(*r, n_tokens, n_drafts, at)) return status;
+    if (!grant_on(*r, oldest, at + n_tokens, n_drafts)) return grant_beyond(*r, oldest, n_tokens, n_drafts, out);
     r->blockage = KVC_BLOCKED_NOT;
+    if (oldest) frozen_ = false;
+    *out = {0, at, r->granted, 0, 0};
+    return KVC_OK;
+}
+
+// One that takes pages, or nothing.
+int32_t Manager::grant_beyond(Request& r, bool oldest, int64_t n_tokens, int64_t n_drafts, kvc_grant* out) {
+    const bool waiting = r.state == RequestState::kWaiting;
+    Adoption adoption;
+    if (waiting && (oldest || !frozen_)) adoption = adopt(r, oldest);
+    const Adoption* adopted = waiting ? &adoption : nullptr;
+    const int64_t at = waiting ? adoption.hit : r.committed;
+    if (const auto status = check_allocate(r, n_tokens, n_drafts, at)) return status;
+    r.blockage = KVC_BLOCKED_NOT;
     if (frozen_ && !oldest) {
-        r->blockage = KVC_BLOCKED_FROZEN;
+        r.blockage = KVC_BLOCKED_FROZEN;
         return KVC_NO_SPACE;
     }
-    if (!waiting && grant_within(*r, at + n_tokens, n_drafts)) {
-        if (oldest) frozen_ = false;
-        *out = {0, at, r->granted, 0, 0};
-        return KVC_OK;
-    }
     const int64_t sure = at + (adoption.loads ? 0 : n_tokens);
-    Demand demand = fitting_demand(*r, adopted, at, adoption.loads ? sure : sure + n_drafts, sure);
+    Demand demand = fitting_demand(r, adopted, at, adoption.loads ? sure : sure + n_drafts, sure);
     int64_t end = demand.end;
     bool granted = false;
-    arena_.taken_by(handle, r->session);
+    arena_.taken_by(r.handle, r.session);
     try {
-        granted = try_grant(*r, adopted, std::move(demand));
+        granted = try_grant(r, adopted, std::move(demand));
         // Nothing but the oldest request itself is left: it gets on, if only by one token.
-        while (!granted && oldest && end - at > 1 && alone(*r)) {
+        while (!granted && oldest && end - at > 1 && alone(r)) {
             end = at + (end - at) / 2;
-            granted = try_grant(*r, adopted, demand_of(*r, adopted, at, end, sure));
+            granted = try_grant(r, adopted, demand_of(r, adopted, at, end, sure));
         }
     } catch (...) {
-        if (waiting) r->tables.clear();
+        if (waiting) r.tables.clear();
         throw;
     }
-    if (!granted) return no_space(*r);
+    if (!granted) return no_space(r);
     if (oldest) frozen_ = false;
-    r->drafts = std::max<int64_t>(end - sure, 0);
-    *out = {waiting ? adoption.hit : 0, at, end, r->load, adoption.loads};
+    r.drafts = std::max<int64_t>(end - sure, 0);
+    *out = {waiting ? adoption.hit : 0, at, end, r.load, adoption.loads};
     return KVC_OK;
 }
 

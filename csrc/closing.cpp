@@ -1,5 +1,5 @@
-// Giving pages back, in one order over all groups: by position, the tail first; what serves a boundary (a state, the blocks
-// of a span) before the full block that ends there, because it is worth nothing without it.
+// Giving pages back, in one order over all groups: by where they end, the tail first; a state or the block of a span before
+// the full block that ends there, because it is worth nothing without it.
 #include <algorithm>
 #include <array>
 #include <utility>
@@ -74,12 +74,7 @@ void Manager::collect_spans(Request& r, bool loading) {
             if (page == kNoPage) continue;
             const int64_t end = (b + 1) * block;
             if (!loading) end_pending(r, g, page, end <= last);
-            int64_t serves = std::max(last, end);
-            auto at = std::ranges::lower_bound(r.kept, end, {}, &Kept::position);
-            while (at != r.kept.end() && !at->declared) ++at;
-            if (at != r.kept.end() && rules(g).need_begin(at->position) < end)  // the lowest one that reads the block
-                serves = std::min(serves, at->position);
-            filed_.push_back({loading ? r.granted : serves, {g, page, Arena::kLru}});
+            filed_.push_back({loading ? r.granted : end, {g, page, Arena::kLru}});
         }
     }
 }
@@ -114,7 +109,7 @@ void Manager::collect_touched(Request& r) {
             const int64_t begin = std::max(rules(g).need_begin(position), below);
             Digest key;
             for (int64_t b = position / block - 1; b >= 0 && (b + 1) * block > begin; --b)
-                if (!rules(g).draft() && block_key(r, g, b, &key)) touch(g, key, position);
+                if (!rules(g).draft() && block_key(r, g, b, &key)) touch(g, key, (b + 1) * block);
         }
     });
 }
@@ -132,7 +127,7 @@ void Manager::release_all(Request& r) {
         if (!rules(g).full()) continue;
         const Table& table = r.tables[static_cast<size_t>(g)];
         left[static_cast<size_t>(g)] = table.end();
-        for (int64_t b = r.keyed_blocks[static_cast<size_t>(g)]; b < table.end(); ++b)
+        for (int64_t b = table.keyed; b < table.end(); ++b)
             if (arena_.page(g, table.page(b)).key == Page::kPending) arena_.unpublish(g, table.page(b));
     }
     while (true) {
@@ -175,7 +170,7 @@ void Manager::reserve_drop(const Request& r) {
         }
     });
     filed_.reserve(pages);
-    for (int32_t g = 0; g < n_groups_; ++g) arena_.reserve_keys(g, r.keyless[static_cast<size_t>(g)]);
+    for (int32_t g = 0; g < n_groups_; ++g) arena_.reserve_keys(g, r.tables[static_cast<size_t>(g)].keyless);
     for (const int32_t g : states_) arena_.reserve_keys(g, 1);
     for (const int32_t g : spans_)
         arena_.reserve_keys(g, static_cast<int64_t>(r.tables[static_cast<size_t>(g)].pages.size()));

@@ -17,17 +17,10 @@ struct Media {
 };
 
 struct Content {
-    int64_t handle = 0;
     int64_t order = 0;  // age: lower is older
     uint64_t session = 0;
-
-    uint32_t ns = 0;
-    bool foreign = false;
     Digest root{};
-    std::vector<int32_t> tokens;  // empty for foreign keys
-    std::vector<Media> media;     // ascending
-    std::vector<Digest> digests;  // one link per hash unit
-    int64_t n_tokens = 0;
+    std::vector<Media> media;  // ascending
 
     // Ticks of the manager's own clock, which counts starts, ends and lookups; 0: never.
     uint64_t started = 0;  // was last given pages
@@ -38,6 +31,14 @@ struct Content {
     int64_t closed_ns = 0;  // of the steady clock
 
     int64_t reached = 0;  // most tokens that were computed and known when it lost its pages
+
+    // Last, beside what every step reads of an open request.
+    int64_t handle = 0;
+    uint32_t ns = 0;
+    bool foreign = false;
+    std::vector<Digest> digests;  // one link per hash unit
+    std::vector<int32_t> tokens;  // empty for foreign keys
+    int64_t n_tokens = 0;
 
     bool shares_root(const Content& other) const { return foreign == other.foreign && root == other.root; }
     // It held pages then: what it had computed was there.

@@ -19,19 +19,19 @@ void Manager::start(Request& r, const Adoption& adoption, Point state, Load* loa
         if (group.blocks()) table.first = group.need_begin(adoption.hit) / group.block_tokens;
         for (const int32_t found : adoption.pages[i]) {
             const int32_t page = found >= 0 ? found : take_page(r, g);
-            if (found == kHole) r.holes[i].push_back(table.end());
+            if (found == kHole) table.holes.push_back(table.end());
             (group.state() ? state.pages : table.pages).push_back(page);
         }
         if (group.kind == KVC_PRIVATE)
             for (int32_t n = 0; n < group.request_pages; ++n) table.pages.push_back(take_page(r, g));
-        r.keyed_blocks[i] = group.full() ? table.end() : 0;
-        r.span_pending[i] = r.span_settled[i] = adoption.hit;
+        table.keyed = group.full() ? table.end() : 0;
+        table.pending = table.confirmed = table.settled = adoption.hit;
         if (is_declared(r, adoption.hit))
             for (const int32_t page : adoption.pages[i])
                 if (page >= 0 && !group.full()) arena_.keep(g, page);
     }
     if (!state.pages.empty()) r.points.push_back(std::move(state));
-    r.seen = {};
+    r.next = {};
     ++r.run;
     holders_.insert(std::move(holder));
     r.present.clear();
@@ -121,9 +121,6 @@ void Manager::reserve_grant(Request& r, const Adoption* adoption, Demand* demand
     arena_.reserve(std::span(demand->classes).first(pages_per_slab_.size()), std::span(demand->pages).first(groups));
     if (adoption) {
         r.tables.assign(groups_.size(), {});
-        r.holes.assign(groups_.size(), {});
-        for (auto* cursors : {&r.keyed_blocks, &r.keyless, &r.span_pending, &r.span_settled})
-            cursors->assign(groups_.size(), 0);
         r.points.reserve(r.points.size() + 1);
     }
     size_t unused = r.plan.size() * states_.size();
@@ -138,7 +135,7 @@ void Manager::reserve_grant(Request& r, const Adoption* adoption, Demand* demand
         const size_t wanted = table.pages.size() + found + static_cast<size_t>(std::max<int64_t>(more, 0));
         if (!group.state() && wanted > table.pages.capacity())
             table.pages.reserve(std::max(wanted + wanted / 8 + 8, 2 * table.pages.size()));  // it will decode, too
-        if (group.draft()) r.holes[i].reserve(found);
+        if (group.draft()) table.holes.reserve(found);
         if (group.blocks())
             unused += static_cast<size_t>(std::max<int64_t>(table.end() - group.blocks_upto(demand->start), 0));
     }

@@ -29,16 +29,17 @@ int64_t Manager::key_full(Request& r, int32_t group, int64_t begin, int64_t end,
         arena_.key_run(group, r.tables[static_cast<size_t>(group)].pages.data() + begin, run_of(r, group, begin, end),
                        r.ns, begin * g.block_tokens, g.block_tokens, visibility);
     writer_ = nullptr;
-    if (visibility == Page::kVisible) r.keyless[static_cast<size_t>(group)] += without;
+    if (visibility == Page::kVisible) r.tables[static_cast<size_t>(group)].keyless += without;
     return end;
 }
 
 // At the end of the request: blocks whose key was on the page of a twin, which may have gone, or be an older one by now.
 void Manager::key_twins(Request& r) {
     for (int32_t g = 0; g < n_groups_; ++g) {
-        if (!r.keyless[static_cast<size_t>(g)]) continue;
-        const std::vector<int64_t>& holes = r.holes[static_cast<size_t>(g)];  // they have no content
-        key_full(r, g, holes.empty() ? 0 : holes.back() + 1, r.keyed_blocks[static_cast<size_t>(g)], Page::kVisible);
+        const Table& table = r.tables[static_cast<size_t>(g)];
+        if (!table.keyless) continue;
+        const int64_t begin = table.holes.empty() ? 0 : table.holes.back() + 1;  // holes have no content
+        key_full(r, g, begin, table.keyed, Page::kVisible);
     }
 }
 
@@ -64,7 +65,7 @@ void Manager::key_span(Request& r, int32_t group, int64_t position, int64_t* don
     for (int64_t b = first; b * g.block_tokens < position; ++b) {
         Digest key;
         if (!block_key(r, group, b, &key)) continue;
-        if (g.draft() && std::ranges::binary_search(r.holes[static_cast<size_t>(group)], b)) continue;  // no content
+        if (g.draft() && std::ranges::binary_search(table.holes, b)) continue;  // no content
         // What lies before has its key. Without a page: the policy named the position too late.
         if ((b + 1) * g.block_tokens > keyed && table.page(b) != kNoPage)
             key_page(r, group, table.page(b), key, (b + 1) * g.block_tokens, visibility);
@@ -92,7 +93,7 @@ void Manager::end_pending(Request& r, int32_t group, int32_t page, bool written)
 void Manager::key_full_blocks(Request& r) {
     for (int32_t g = 0; g < n_groups_; ++g) {
         if (!rules(g).full()) continue;
-        int64_t& keyed = r.keyed_blocks[static_cast<size_t>(g)];
+        int64_t& keyed = r.tables[static_cast<size_t>(g)].keyed;
         keyed = key_full(r, g, keyed, r.computed / rules(g).block_tokens, Page::kVisible);
     }
 }
@@ -108,14 +109,18 @@ size_t Manager::newest_complete(const Request& r) const {
 void Manager::confirm_spans(Request& r) {
     if (!arena_.pending()) return;
     for (const int32_t g : spans_) {
-        if (r.span_pending[static_cast<size_t>(g)] > r.settled()) continue;  // they wait for a position to come
-        const Table& table = r.tables[static_cast<size_t>(g)];
+        Table& table = r.tables[static_cast<size_t>(g)];
+        if (table.confirmed == table.pending) continue;
+        if (table.pending > r.settled()) continue;  // they wait for a position to come
         const int64_t block = rules(g).block_tokens;
         Digest key;
-        for (int64_t b = table.first; (b + 1) * block <= r.settled(); ++b)
-            if (table.page(b) != kNoPage && arena_.page(g, table.page(b)).key == Page::kPending &&
-                block_key(r, g, b, &key))
-                key_page(r, g, table.page(b), key, (b + 1) * block, Page::kVisible);
+        bool all = true;
+        for (int64_t b = table.first; (b + 1) * block <= r.settled(); ++b) {
+            if (table.page(b) == kNoPage || arena_.page(g, table.page(b)).key != Page::kPending) continue;
+            if (block_key(r, g, b, &key)) key_page(r, g, table.page(b), key, (b + 1) * block, Page::kVisible);
+            else all = false;  // of a draft: the token that it depends on is told later
+        }
+        if (all) table.confirmed = table.pending;
     }
 }
 
@@ -123,12 +128,12 @@ void Manager::confirm_spans(Request& r) {
 void Manager::key_sparse(Request& r) {
     if (!spans_.empty()) {
         int64_t done = r.settled();
-        for (const int32_t g : spans_) done = std::min(done, r.span_settled[static_cast<size_t>(g)]);
+        for (const int32_t g : spans_) done = std::min(done, r.tables[static_cast<size_t>(g)].settled);
         kept_between(r, done, r.settled(), &kept_);
         for (const int32_t g : spans_) {
             SpanWalk walked;
             for (const Kept& kept : kept_) {
-                int64_t& settled = r.span_settled[static_cast<size_t>(g)];
+                int64_t& settled = r.tables[static_cast<size_t>(g)].settled;
                 if (has(kept.groups, g) && kept.position > settled)
                     key_span(r, g, kept.position, &settled, kept.declared, Page::kVisible, &walked);
             }

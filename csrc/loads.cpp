@@ -96,7 +96,7 @@ int32_t Manager::end_load(int64_t id, const uint8_t* ok, int64_t n) {
         if (page.key == Page::kPending) arena_.confirm(item.group, item.page);
         else if (page.key == Page::kNone && !load.muted)
             keyed = arena_.publish(item.group, item.page, digest, item.ns, item.end, Page::kVisible);
-        if (r && !keyed && rules(item.group).full()) ++r->keyless[static_cast<size_t>(item.group)];
+        if (r && !keyed && rules(item.group).full()) ++r->tables[static_cast<size_t>(item.group)].keyless;
     }
     writer_ = nullptr;
     parent_ = nullptr;

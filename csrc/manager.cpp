@@ -31,6 +31,7 @@ Manager::Manager(const kvc_config& config, const kvc_group* groups)
       unit_(config.hash_unit_tokens),
       grid_(config.grid_tokens),
       piece_(config.hash_unit_tokens),
+      key_piece_(config.hash_unit_tokens),
       max_open_steps_(config.max_open_steps),
       chain_(compress_function(ShaPath::kBest)),
       arena_(config.slabs, pages_per_slab_, classes_of(config, groups), config.movable != 0, config.seed,
@@ -43,6 +44,7 @@ Manager::Manager(const kvc_config& config, const kvc_group* groups)
         if (group.full() && group.votes()) full_.push_back(g);
         if (group.span()) spans_.push_back(g);
         if (group.block_tokens) piece_ = std::gcd(piece_, int64_t{group.block_tokens});
+        if (group.block_tokens && !group.transient) key_piece_ = std::gcd(key_piece_, int64_t{group.block_tokens});
         if (group.state()) {
             states_.push_back(g);
             state_set_ |= GroupSet{1} << g;
@@ -56,15 +58,7 @@ Manager::Manager(const kvc_config& config, const kvc_group* groups)
     runs_.reserve(64);
 }
 
-// ---- handles: generation in the upper, slot in the lower 32 bits -----------------------------------------------------
-
-const Request* Manager::peek(int64_t handle) const {
-    const auto index = static_cast<size_t>(handle & 0xffffffff);
-    if (handle <= 0 || index >= slots_.size() || slots_[index].generation != handle >> 32) return nullptr;
-    return slots_[index].request.get();
-}
-
-Request* Manager::find(int64_t handle) { return const_cast<Request*>(peek(handle)); }
+// ---- what is not there ----------------------------------------------------------------------------------------------
 
 int32_t Manager::unknown(int64_t handle) const {
     return fail(KVC_E_HANDLE, "request %lld is unknown or closed", static_cast<L>(handle));
@@ -146,7 +140,7 @@ int32_t Manager::holes(int64_t handle, int32_t group, int64_t* blocks, int64_t c
     if (const auto status = check_group(group)) return status;
     *n = 0;
     if (r->state == RequestState::kWaiting || !rules(group).blocks()) return KVC_OK;
-    const auto& holes = r->holes[static_cast<size_t>(group)];
+    const auto& holes = r->tables[static_cast<size_t>(group)].holes;
     *n = static_cast<int64_t>(holes.size());
     std::copy_n(holes.begin(), std::min(*n, cap), blocks);
     return KVC_OK;

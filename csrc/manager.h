@@ -46,6 +46,7 @@ class Manager final : private KeyListener {
     int32_t blockage(int64_t handle, int32_t* reason);
 
     int32_t begin_step(int64_t* step);
+    int32_t check_in_step() const;
     int32_t commit(int64_t handle, int64_t upto);
     int32_t end_step(int64_t step);
     int32_t close(int64_t handle, bool aborted);
@@ -91,6 +92,7 @@ class Manager final : private KeyListener {
                       int64_t n) const;
     int32_t check_open(const kvc_open_args& args) const;
     void append_tokens(Request& r, const int32_t* tokens, int64_t n) const;
+    void append_units(Request& r, const int32_t* tokens, int64_t n, int64_t units) const;
     std::vector<int64_t> class_needs(int64_t most_tokens) const;  // slabs of each class
     uint64_t first_episode(uint32_t ns, const Digest& root);
     const Digest* digest_at(const Request& r, int64_t position) const;
@@ -156,7 +158,12 @@ class Manager final : private KeyListener {
     void show_difference(const Request& r, const Sibling& other, kvc_loss* loss) const;
 
     // plan.cpp
-    void kept_between(const Request& r, int64_t start, int64_t end, std::vector<Kept>* out) const;
+    // What the policy keeps in (start, end], ascending. All of it lies on the grid.
+    void kept_between(const Request& r, int64_t start, int64_t end, std::vector<Kept>* out) const {
+        out->clear();
+        if (start / grid_ * grid_ + grid_ <= end) add_kept_between(r, start, end, out);
+    }
+    void add_kept_between(const Request& r, int64_t start, int64_t end, std::vector<Kept>* out) const;
     int64_t plan_limit(const Request& r, int64_t start, int64_t end) const;
     std::vector<Point> make_points(const Request& r, int64_t start, int64_t end) const;
     std::vector<Point> make_plan(const Request& r, int64_t start, int64_t end, int64_t drafts) const;
@@ -190,7 +197,12 @@ class Manager final : private KeyListener {
     void reserve_grant(Request& r, const Adoption* adoption, Demand* demand);
     bool secure_grant(const Request& r, const Adoption* adoption, const Demand& demand);
     bool try_grant(Request& r, const Adoption* adoption, Demand demand);
-    bool grant_within(Request& r, int64_t end, int64_t drafts);
+    bool grant_on(Request& r, bool oldest, int64_t end, int64_t drafts);
+    bool take_next_blocks(Request& r, bool oldest);
+    bool starts_block(const Request& r, int32_t group) const {
+        return rules(group).blocks() && r.granted % rules(group).block_tokens == 0;
+    }
+    int32_t grant_beyond(Request& r, bool oldest, int64_t n_tokens, int64_t n_drafts, kvc_grant* out);
     int32_t no_space(Request& r);
     bool alone(const Request& r) const;
     void start(Request& r, const Adoption& adoption, Point state, Load* load, Holders::node_type holder);
@@ -205,8 +217,8 @@ class Manager final : private KeyListener {
     Step* fence_of(const Request& r);
     Step* open_step(int64_t id);
     const Step* open_step(int64_t id) const { return const_cast<Manager*>(this)->open_step(id); }
-    Progress progress(const Request& r, int64_t computed, int64_t tokens) const;
-    bool commit_within(Request& r, int64_t upto, Step& step);
+    bool commit_within(Request& r, int64_t upto);
+    void commit_beyond(Request& r, int64_t upto);
     int32_t check_commit(const Request* r, int64_t handle, int64_t upto) const;
     void commit_points(Request& r, std::vector<Point> plan, int64_t upto, int64_t step);
     struct Room {
@@ -234,13 +246,18 @@ class Manager final : private KeyListener {
     void settle(Request& r);
     void give_up_passed(Request& r);
     void give_up_unread(Request& r, int32_t group, int64_t told);
+    void settle_unread(Request& r);
+    void reserve_unread(const Request& r, Room* room);
+    int64_t next_unread(const Request& r) const {
+        return piece_ < key_piece_ ? (r.computed / piece_ + 1) * piece_ : INT64_MAX;
+    }
 
     // closing.cpp
     void release(Request& r, int32_t group, int32_t page, Arena::List list);
     void release_run(Request& r, int32_t group, std::span<const int32_t> pages, Arena::List list);
     void release_point(Request& r, const Point& point, Arena::List list);
     Arena::List superseded_list(int32_t group, int32_t page) const;
-    struct Filed {  // a sparse page, under the boundary that it serves
+    struct Filed {  // a sparse page, under where it ends
         int64_t position;
         Release release;
     };
@@ -267,8 +284,13 @@ class Manager final : private KeyListener {
     bool continues(const kvc_event_run& last, const kvc_event_run& head) const;
 
     // manager.cpp
-    Request* find(int64_t handle);
-    const Request* peek(int64_t handle) const;
+    Request* find(int64_t handle) { return const_cast<Request*>(peek(handle)); }
+    // Handles: generation in the upper, slot in the lower 32 bits.
+    const Request* peek(int64_t handle) const {
+        const auto index = static_cast<size_t>(handle & 0xffffffff);
+        if (handle <= 0 || index >= slots_.size() || slots_[index].generation != handle >> 32) return nullptr;
+        return slots_[index].request.get();
+    }
     int32_t unknown(int64_t handle) const;
     int32_t check_group(int32_t group) const;
     void mute(Request& r, bool retire);
@@ -293,7 +315,8 @@ class Manager final : private KeyListener {
     std::vector<int32_t> pages_per_slab_;  // per class
     int64_t unit_;
     int64_t grid_;
-    int64_t piece_;  // of tokens: every block, hash unit and grid unit is a multiple of it
+    int64_t piece_;      // of tokens: every block, hash unit and grid unit is a multiple of it
+    int64_t key_piece_;  // the same but for the blocks of transient groups, which get keys on the grid only
     int64_t max_open_steps_;
     BlockChain chain_;
     Arena arena_;
@@ -323,7 +346,8 @@ class Manager final : private KeyListener {
     std::vector<Filed> filed_;     // ... and of a request's end
     std::vector<Release> unused_;  // ... and of a grant that replaces another: pages that go back when all are taken
 
-    std::deque<Step> steps_;  // open, oldest first
+    std::deque<Step> steps_;            // open, oldest first
+    std::vector<Step::Entry> entries_;  // none: memory for the next step's
     int64_t last_step_ = 0;
     std::unordered_map<int64_t, Load> loads_;
     int64_t last_load_ = 0;

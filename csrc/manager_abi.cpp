@@ -139,13 +139,20 @@ int32_t kvc_end_step(kvc_manager* manager, int64_t step) {
 }
 
 int32_t kvc_allocate_many(kvc_manager* manager, const int64_t* handles, const int64_t* n_tokens,
-                          const int64_t* n_drafts, int64_t n, kvc_grant* out, int64_t* done) {
-    return enter(manager, [&](kvc::Manager& m) {
+                          const int64_t* n_drafts, int32_t commit, int64_t n, kvc_grant* out, int64_t* done) {
+    return enter(manager, [&](kvc::Manager& m) -> int32_t {
         if (const auto status = start_batch(handles, n, done)) return status;
         if (const auto status = check_array("n_tokens", n_tokens, n)) return status;
         if (const auto status = check_array("out", out, n)) return status;
+        if (!commit)
+            return one_by_one(n, done, [&](int64_t i) {
+                return m.allocate(handles[i], n_tokens[i], n_drafts ? n_drafts[i] : 0, &out[i]);
+            });
+        if (n_drafts) return fail(KVC_E_ARGUMENT, "drafts are committed once it is known which of them are right");
+        if (const auto status = n ? m.check_in_step() : KVC_OK) return status;
         return one_by_one(n, done, [&](int64_t i) {
-            return m.allocate(handles[i], n_tokens[i], n_drafts ? n_drafts[i] : 0, &out[i]);
+            const auto status = m.allocate(handles[i], n_tokens[i], 0, &out[i]);
+            return status || out[i].end == out[i].start ? status : m.commit(handles[i], out[i].end);
         });
     });
 }

@@ -28,7 +28,7 @@ const char* Manager::check_request(const Request& r, std::vector<std::vector<int
         if (!r.points[i].frozen || (i && r.points[i].position <= r.points[i - 1].position))
             return "snapshots are not frozen in ascending order";
     for (size_t g = 0; g < r.tables.size(); ++g)
-        if (groups_[g].full() && r.keyed_blocks[g] > r.tables[g].end()) return "more keys are settled than blocks";
+        if (groups_[g].full() && r.tables[g].keyed > r.tables[g].end()) return "more keys are settled than blocks";
     if (r.state != RequestState::kRunning) return nullptr;
     const int64_t told = std::min(r.computed, r.n_tokens) / grid_ * grid_;
     for (const int32_t g : spans_) {

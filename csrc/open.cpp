@@ -128,11 +128,18 @@ uint64_t Manager::first_episode(uint32_t ns, const Digest& root) {
 
 // ---- tokens and keys ------------------------------------------------------------------------------------------------
 
-// Hashes what became full. Changes nothing if memory runs out.
+// Changes nothing if memory runs out.
 void Manager::append_tokens(Request& r, const int32_t* tokens, int64_t n) const {
-    const auto known = static_cast<int64_t>(r.digests.size());
     const int64_t units = (r.n_tokens + n) / unit_;
     make_room(r.tokens, static_cast<size_t>(n));
+    if (units > static_cast<int64_t>(r.digests.size())) return append_units(r, tokens, n, units);
+    for (int64_t i = 0; i < n; ++i) r.tokens.push_back(tokens[i]);
+    r.n_tokens += n;
+}
+
+// The same where hash units become full: so many there are then.
+void Manager::append_units(Request& r, const int32_t* tokens, int64_t n, int64_t units) const {
+    const auto known = static_cast<int64_t>(r.digests.size());
     make_room(r.digests, static_cast<size_t>(units - known));
     r.tokens.insert(r.tokens.end(), tokens, tokens + n);
     r.digests.resize(static_cast<size_t>(units));
@@ -182,7 +189,7 @@ int32_t Manager::extend(int64_t handle, const int32_t* tokens, int64_t n) {
         return fail(KVC_E_ARGUMENT, "request %lld has foreign keys: extend it by a count", static_cast<L>(handle));
     if (!r->foreign && !tokens && n)
         return fail(KVC_E_ARGUMENT, "request %lld has native keys: extend it by tokens", static_cast<L>(handle));
-    const bool settles = r->state == RequestState::kRunning && progress(*r, r->computed, r->n_tokens + n) != r->seen;
+    const bool settles = r->state == RequestState::kRunning && r->unsettled(r->computed, r->n_tokens + n);
     if (settles) {
         Room room;
         reserve_settle(*r, r->computed, r->n_tokens + n, &room);
@@ -263,7 +270,7 @@ int32_t Manager::retain_in(Request& r, const int64_t* intervals, const int64_t* 
         if (!has(sparse, g)) copy[static_cast<size_t>(g)] = 0;
     r.intervals = std::move(copy);
     r.kept = std::move(kept);
-    r.seen = {};
+    r.next = {};
     return KVC_OK;
 }
 

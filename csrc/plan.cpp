@@ -18,10 +18,9 @@ bool Manager::is_declared(const Request& r, int64_t position) const {
     return at != r.kept.end() && at->position == position && at->declared;
 }
 
-// What the policy keeps in (start, end], ascending: the positions that it named, and every group's multiples.
-void Manager::kept_between(const Request& r, int64_t start, int64_t end, std::vector<Kept>* out) const {
+// The positions that the policy named, and every group's multiples.
+void Manager::add_kept_between(const Request& r, int64_t start, int64_t end, std::vector<Kept>* out) const {
     std::vector<Kept>& all = *out;
-    all.clear();
     for (auto at = std::ranges::upper_bound(r.kept, start, {}, &Kept::position);
          at != r.kept.end() && at->position <= end; ++at)
         all.push_back(*at);

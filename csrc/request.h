@@ -55,6 +55,16 @@ struct Table {
     int64_t first = 0;
     std::vector<int32_t> pages;
 
+    // How far the keys are. Full: blocks whose key was settled, and how many of them got none, as another page had it.
+    int64_t keyed = 0;
+    int64_t keyless = 0;
+    // Span: tokens up to which the kept positions' blocks have pending keys; up to which none is pending; or all are visible.
+    int64_t pending = 0;
+    int64_t confirmed = 0;
+    int64_t settled = 0;
+
+    std::vector<int64_t> holes;  // of a draft group: blocks of the hit without content
+
     int64_t end() const { return first + static_cast<int64_t>(pages.size()); }
     int32_t page(int64_t block) const { return pages[static_cast<size_t>(block - first)]; }
     int32_t& at(int64_t block) { return pages[static_cast<size_t>(block - first)]; }
@@ -73,24 +83,40 @@ struct BlockRange {
 
 enum class RequestState : int32_t { kWaiting = 0, kRunning = 1, kLoading = 2 };
 
-// What settle() depends on, in pieces of tokens in which nothing becomes whole.
-struct Progress {
-    int64_t computed = -1;
-    int64_t told = -1;
-    int64_t links = -1;
-
-    bool operator==(const Progress&) const = default;
+// settle() has nothing to do before one of these is reached: nothing becomes whole. Zero: it was not done yet.
+struct Whole {
+    int64_t computed = 0;
+    int64_t told = 0;    // computed and known
+    int64_t tokens = 0;  // known
 };
 
 struct Request : Content {
+    // First what every step reads, beside the end of the content: few cache lines of the many.
+    int64_t max_tokens = 0;
     RequestState state = RequestState::kWaiting;
     int32_t blockage = 0;  // why the last allocate had no space: kvc_blockage
+
+    // Progress: settled <= computed <= committed <= granted, in tokens.
+    int64_t computed = 0;
+    int64_t committed = 0;
+    int64_t granted = 0;
+    int64_t drafts = 0;     // the last tokens of the grant that are guesses: any of them may be left out by commit
+    int64_t last_step = 0;  // the newest step that the request takes part in
+    uint64_t run = 0;       // counts starts, so that a step's entry of an earlier run is told apart
+    Whole next;
+    int64_t next_unread = 0;  // computed tokens with which a transient group may give up a block
+
+    // Of the current grant.
+    bool plan_open = false;  // not committed yet: its pages are still the plan's own
+    std::vector<Point> plan;
+    std::vector<int32_t> plan_source;  // pages of the state at its start; empty: zero
+    Point working;                     // pages empty: none
 
     bool muted = false;    // its namespace was cleared while it ran: it leaves no keys until it starts anew
     bool retired = false;  // its root is out of use: it finds no keys and leaves none
     uint64_t since = 0;    // evictions before this episode were of another root with the same number
     int64_t n_prompt = 0;
-    int64_t max_tokens = 0;
+    int64_t load = 0;
     std::vector<int64_t> needs;     // slabs of each class that it has to be able to hold
     int64_t key_limit = INT64_MAX;  // foreign requests bring no keys for tokens beyond
 
@@ -148,31 +174,16 @@ struct Request : Content {
     uint64_t hit_version = 0;
     std::vector<std::vector<uint8_t>> present;  // per group, empty: the tier has nothing
 
-    // Progress: settled <= computed <= committed <= granted, in tokens.
-    int64_t computed = 0;
-    int64_t committed = 0;
-    int64_t granted = 0;
-    int64_t drafts = 0;     // the last tokens of the grant that are guesses: any of them may be left out by commit
-    int64_t last_step = 0;  // the newest step that the request takes part in
-    uint64_t run = 0;       // counts starts, so that a step's entry of an earlier run is told apart
-    int64_t load = 0;
-
     // Pages.
-    std::vector<Table> tables;                // per group; full, span, private
-    std::vector<int64_t> keyed_blocks;        // per full group: blocks whose key was settled
-    std::vector<int64_t> keyless;             // per full group: ... and that got none, as another page had it
-    std::vector<int64_t> span_pending;        // per span group: up to here the kept positions' blocks have pending keys
-    std::vector<int64_t> span_settled;        // ... or visible ones
-    std::vector<std::vector<int64_t>> holes;  // per draft group: blocks of the hit without content
-    std::vector<Point> points;                // frozen, ascending; the oldest may be an adopted cached state
-    Point working;                            // pages empty: none
-    std::vector<Point> plan;                  // of the current grant
-    std::vector<int32_t> plan_source;         // pages of the state at the grant's start; empty: zero
-    bool plan_open = false;                   // not committed yet: its pages are still the plan's own
-    Progress seen;                            // when settle() was last done
+    std::vector<Table> tables;  // per group; full, span, private
+    std::vector<Point> points;  // frozen, ascending; the oldest may be an adopted cached state
 
     // Tokens that are computed and known: what may get keys.
     int64_t settled() const { return std::min({computed, n_tokens, key_limit}); }
+    // With so many computed and known there is something for settle() to do.
+    bool unsettled(int64_t computed, int64_t tokens) const {
+        return computed >= next.computed || std::min(computed, tokens) >= next.told || tokens >= next.tokens;
+    }
 };
 
 struct Release {

@@ -13,7 +13,7 @@ int32_t Manager::begin_step(int64_t* step) {
     if (static_cast<int64_t>(steps_.size()) >= max_open_steps_)
         return fail(KVC_E_STATE, "%zu steps are open: end step %lld first, or raise max_open_steps", steps_.size(),
                     static_cast<L>(steps_.front().id));
-    steps_.push_back({.id = last_step_ + 1, .entries = {}, .releases = {}});
+    steps_.push_back({.id = last_step_ + 1, .entries = std::exchange(entries_, {}), .releases = {}});
     *step = ++last_step_;
     return KVC_OK;
 }
@@ -53,7 +53,7 @@ void Manager::give_up_passed(Request& r) {
         const int64_t passed = std::min(first, table.end()) - table.first;
         if (passed <= 0) continue;
         SpanWalk anew;
-        if (told > last) key_span(r, g, last, &r.span_settled[static_cast<size_t>(g)], false, Page::kVisible, &anew);
+        if (told > last) key_span(r, g, last, &table.settled, false, Page::kVisible, &anew);
         for (int64_t i = 0; i < passed; ++i) {
             const int32_t page = table.pages[static_cast<size_t>(i)];
             if (page == kNoPage) continue;
@@ -64,8 +64,7 @@ void Manager::give_up_passed(Request& r) {
         table.pages.erase(table.pages.begin(), table.pages.begin() + static_cast<std::ptrdiff_t>(passed));
         table.first += passed;
         if (!rules(g).draft()) continue;  // what was kept before is settled now, with or without a key
-        int64_t& settled = r.span_settled[static_cast<size_t>(g)];
-        settled = std::max(settled, table.first * block);
+        table.settled = std::max(table.settled, table.first * block);
     }
 }
 
@@ -83,24 +82,34 @@ void Manager::give_up_unread(Request& r, int32_t group, int64_t told) {
     }
 }
 
-// With so many tokens computed and known. Keys, kept positions and what is given up change with whole pieces only.
-Progress Manager::progress(const Request& r, int64_t computed, int64_t tokens) const {
-    return {computed / piece_, std::min(computed, tokens) / piece_, r.foreign ? 0 : tokens / unit_};
-}
-
-// After a step has ended, or tokens were told.
+// After a step has ended, or tokens were told. Keys, kept positions and what is given up change with whole pieces only.
 void Manager::settle(Request& r) {
-    r.seen = progress(r, r.computed, r.n_tokens);
+    const auto after = [](int64_t tokens, int64_t part) { return (tokens / part + 1) * part; };
+    r.next = {after(r.computed, key_piece_), after(std::min(r.computed, r.n_tokens), key_piece_),
+              r.foreign ? INT64_MAX : after(r.n_tokens, unit_)};
+    r.next_unread = next_unread(r);
     key_full_blocks(r);
     key_sparse(r);
     give_up_passed(r);
 }
 
+// The same where no more than a few blocks of transient groups can go.
+void Manager::settle_unread(Request& r) {
+    r.next_unread = next_unread(r);
+    const int64_t told = std::min(r.computed, r.n_tokens) / grid_ * grid_;
+    for (const int32_t g : spans_)
+        if (rules(g).transient) give_up_unread(r, g, told);
+}
+
 // ---- commit and end -------------------------------------------------------------------------------------------------
+
+int32_t Manager::check_in_step() const {
+    return steps_.empty() ? fail(KVC_E_STATE, "commit outside a step: call begin_step() first") : KVC_OK;
+}
 
 int32_t Manager::check_commit(const Request* r, int64_t handle, int64_t upto) const {
     if (!r) return unknown(handle);
-    if (steps_.empty()) return fail(KVC_E_STATE, "commit outside a step: call begin_step() first");
+    if (const auto status = check_in_step()) return status;
     if (r->state == RequestState::kLoading)
         return fail(KVC_E_STATE, "request %lld waits for load %lld: end it first", static_cast<L>(handle),
                     static_cast<L>(r->load));
@@ -140,11 +149,11 @@ void Manager::commit_points(Request& r, std::vector<Point> plan, int64_t upto, i
 }
 
 // A commit that completes no piece, and goes on in the state that is there: most decode steps.
-bool Manager::commit_within(Request& r, int64_t upto, Step& step) {
-    if (r.drafts || upto != r.granted || upto / piece_ != r.committed / piece_) return false;
+bool Manager::commit_within(Request& r, int64_t upto) {
+    if (r.drafts || upto != r.granted || upto / key_piece_ != r.committed / key_piece_) return false;
     if (!states_.empty() && (r.plan.size() != 1 || r.plan[0].frozen || r.plan[0].pages != r.working.pages))
         return false;
-    make_room(step.entries, 1);
+    Step& step = steps_.back();
     step.entries.push_back({r.handle, r.run, upto});
     if (!states_.empty()) {
         r.plan_open = false;
@@ -158,42 +167,44 @@ bool Manager::commit_within(Request& r, int64_t upto, Step& step) {
 int32_t Manager::commit(int64_t handle, int64_t upto) {
     Request* r = find(handle);
     if (const auto status = check_commit(r, handle, upto)) return status;
+    if (!commit_within(*r, upto)) commit_beyond(*r, upto);
+    return KVC_OK;
+}
+
+void Manager::commit_beyond(Request& r, int64_t upto) {
     Step& step = steps_.back();
-    if (commit_within(*r, upto, step)) return KVC_OK;
     kept_.clear();
-    if (!spans_.empty()) kept_between(*r, r->committed, std::min({upto, r->n_tokens, r->key_limit}), &kept_);
-    std::vector<Point> plan = r->plan;
-    r->points.reserve(r->points.size() + plan.size());
+    if (!spans_.empty()) kept_between(r, r.committed, std::min({upto, r.n_tokens, r.key_limit}), &kept_);
+    std::vector<Point> plan = r.plan;
+    r.points.reserve(r.points.size() + plan.size());
     make_room(step.entries, 1);
-    size_t guessed = (r->plan.size() + 1) * states_.size();
-    for (const Table& table : r->tables) guessed += r->drafts ? table.pages.size() : 0;
+    size_t guessed = (r.plan.size() + 1) * states_.size();
+    for (const Table& table : r.tables) guessed += r.drafts ? table.pages.size() : 0;
     make_room(step.releases, guessed);
     for (int32_t g = 0; g < n_groups_; ++g) {
         const GroupRules& group = rules(g);
-        const int64_t first =
-            group.full() ? r->committed / group.block_tokens : r->tables[static_cast<size_t>(g)].first;
+        const int64_t first = group.full() ? r.committed / group.block_tokens : r.tables[static_cast<size_t>(g)].first;
         if (group.blocks()) arena_.reserve_keys(g, group.blocks_upto(upto) - first);
-        if (group.state()) arena_.reserve_keys(g, static_cast<int64_t>(r->plan.size()));
+        if (group.state()) arena_.reserve_keys(g, static_cast<int64_t>(r.plan.size()));
     }
 
     for (int32_t g = 0; g < n_groups_; ++g)
         if (rules(g).full())
-            key_full(*r, g, r->committed / rules(g).block_tokens, upto / rules(g).block_tokens, Page::kPending);
+            key_full(r, g, r.committed / rules(g).block_tokens, upto / rules(g).block_tokens, Page::kPending);
     for (const int32_t g : spans_) {
         SpanWalk walked;
-        int64_t& pending = r->span_pending[static_cast<size_t>(g)];
+        int64_t& pending = r.tables[static_cast<size_t>(g)].pending;
         for (const Kept& at : kept_)
             if (has(at.groups, g) && at.position > pending)
-                key_span(*r, g, at.position, &pending, false, Page::kPending, &walked);
+                key_span(r, g, at.position, &pending, false, Page::kPending, &walked);
     }
-    r->last_step = step.id;
-    if (!states_.empty()) commit_points(*r, std::move(plan), upto, step.id);
-    step.entries.push_back({handle, r->run, upto});
-    r->committed = upto;
-    if (r->drafts) release_guesses(*r, upto);
-    if (whole_grants_ || r->drafts) r->granted = upto;
-    r->drafts = 0;
-    return KVC_OK;
+    r.last_step = step.id;
+    if (!states_.empty()) commit_points(r, std::move(plan), upto, step.id);
+    step.entries.push_back({r.handle, r.run, upto});
+    r.committed = upto;
+    if (r.drafts) release_guesses(r, upto);
+    if (whole_grants_ || r.drafts) r.granted = upto;
+    r.drafts = 0;
 }
 
 // Blocks of guesses that were wrong: the step may still write them.
@@ -215,7 +226,7 @@ void Manager::reserve_settle(const Request& r, int64_t computed, int64_t tokens,
     for (int32_t g = 0; g < n_groups_; ++g) {
         if (!rules(g).blocks()) continue;
         const Table& table = r.tables[static_cast<size_t>(g)];
-        const int64_t keyed = rules(g).full() ? r.keyed_blocks[static_cast<size_t>(g)] : table.first;
+        const int64_t keyed = rules(g).full() ? table.keyed : table.first;
         int64_t& keys = room->keys[static_cast<size_t>(g)];
         const int64_t most = std::max<int64_t>(table.end() - keyed, 0);
         if (arena_.has_room(g, keys + most)) {
@@ -226,13 +237,19 @@ void Manager::reserve_settle(const Request& r, int64_t computed, int64_t tokens,
         }
         if (!rules(g).span()) continue;
         releases += table.pages.size();
-        done = std::min(done, r.span_settled[static_cast<size_t>(g)]);
+        done = std::min(done, table.settled);
     }
     if (!spans_.empty()) kept_between(r, done, std::min({computed, tokens, r.key_limit}), &kept_);
     ++room->namespaces;
     for (int32_t g = 0; g < n_groups_; ++g)
         arena_.reserve_keys(g, room->keys[static_cast<size_t>(g)], room->namespaces);
     room->releases += releases;  // all of them in one step at worst
+    if (Step* step = fence_of(r)) make_room(step->releases, room->releases);
+}
+
+void Manager::reserve_unread(const Request& r, Room* room) {
+    for (const int32_t g : spans_)
+        if (rules(g).transient) room->releases += r.tables[static_cast<size_t>(g)].pages.size();
     if (Step* step = fence_of(r)) make_room(step->releases, room->releases);
 }
 
@@ -247,15 +264,17 @@ int32_t Manager::end_step(int64_t id) {
         const Request* r = find(entry.handle);
         if (!r || r->run != entry.run || r->state != RequestState::kRunning) continue;
         const int64_t computed = std::max(r->computed, entry.upto);
-        if (progress(*r, computed, r->n_tokens) != r->seen) reserve_settle(*r, computed, r->n_tokens, &room);
+        if (r->unsettled(computed, r->n_tokens)) reserve_settle(*r, computed, r->n_tokens, &room);
+        else if (computed >= r->next_unread) reserve_unread(*r, &room);
     }
-    const Step step = std::move(steps_.front());
+    Step step = std::move(steps_.front());
     steps_.pop_front();
     for (const Step::Entry& entry : step.entries) {
         Request* r = find(entry.handle);
         if (!r || r->run != entry.run || r->state != RequestState::kRunning) continue;
         r->computed = std::max(r->computed, entry.upto);
-        if (progress(*r, r->computed, r->n_tokens) != r->seen) settle(*r);
+        if (r->unsettled(r->computed, r->n_tokens)) settle(*r);
+        else if (r->computed >= r->next_unread) settle_unread(*r);
     }
     const std::vector<Release>& freed = step.releases;
     for (size_t i = 0; i < freed.size(); ++i) {
@@ -263,6 +282,8 @@ int32_t Manager::end_step(int64_t id) {
             arena_.prefetch(freed[ahead].group, freed[ahead].page);
         arena_.release(freed[i].group, freed[i].page, freed[i].list);
     }
+    step.entries.clear();
+    entries_ = std::move(step.entries);
     return KVC_OK;
 }
 

@@ -296,10 +296,11 @@ int32_t kvc_commit(kvc_manager* manager, int64_t handle, int64_t upto);
 int32_t kvc_end_step(kvc_manager* manager, int64_t step); /* the oldest open step only */
 
 /* The same for the n requests of a step: as n single calls in this order, up to the first that is not KVC_OK, whose status
- * is returned; *done = how many were made before. n_drafts may be NULL: none. counts may be NULL: one token each; tokens
- * holds all requests' tokens one after the other. */
+ * is returned; *done = how many were made before. n_drafts may be NULL: none. commit = 1, without drafts: each grant is
+ * committed whole before the next request is asked for (and stands where memory runs out in between). counts may be NULL:
+ * one token each; tokens holds all requests' tokens one after the other. */
 int32_t kvc_allocate_many(kvc_manager* manager, const int64_t* handles, const int64_t* n_tokens,
-                          const int64_t* n_drafts, int64_t n, kvc_grant* out, int64_t* done);
+                          const int64_t* n_drafts, int32_t commit, int64_t n, kvc_grant* out, int64_t* done);
 int32_t kvc_commit_many(kvc_manager* manager, const int64_t* handles, const int64_t* upto, int64_t n, int64_t* done);
 int32_t kvc_extend_many(kvc_manager* manager, const int64_t* handles, const int32_t* tokens, int64_t n_tokens,
                         const int64_t* counts, int64_t n, int64_t* done);

@@ -103,7 +103,7 @@ int main() {
             }
             check(kvc_extend_many(manager, handles.data(), sampled.data(), kSessions, nullptr, kSessions, &done));
             check(kvc_begin_step(manager, &step));
-            check(kvc_allocate_many(manager, handles.data(), one.data(), nullptr, kSessions, grants.data(), &done));
+            check(kvc_allocate_many(manager, handles.data(), one.data(), nullptr, 1, kSessions, grants.data(), &done));
             for (size_t s = 0; s < sessions.size(); ++s) ends[s] = grants[s].end;
             check(kvc_commit_many(manager, handles.data(), ends.data(), kSessions, &done));
             check(kvc_end_step(manager, step));

@@ -347,10 +347,12 @@ void ManagerFuzz::allocate_many() {
     std::vector<kvc_grant> grants(handles.size());
     const int64_t n = spite() ? -1 - random_.below(INT64_MAX) : static_cast<int64_t>(handles.size());
     const int64_t* guesses = random_.chance(50) ? drafts.data() : nullptr;
+    const int32_t commit = random_.chance(30);
     int64_t done = 0;
-    const int32_t status = call_many("kvc_allocate_many", n, &done, [&] {
-        return kvc_allocate_many(manager_, handles.data(), tokens.data(), guesses, n, grants.data(), &done);
-    });
+    const auto body = [&] {
+        return kvc_allocate_many(manager_, handles.data(), tokens.data(), guesses, commit, n, grants.data(), &done);
+    };
+    const int32_t status = call_many("kvc_allocate_many", n, &done, body, commit != 0);
     for (int64_t i = 0; i < done; ++i)
         if (const int64_t load = grants[static_cast<size_t>(i)].load) loads_.push_back(load);
     if (status == KVC_NO_SPACE) expect_a_reason(handles[static_cast<size_t>(done)]);

@@ -30,6 +30,7 @@ class Lives {
     void open();
     void progress();
     void progress_together();
+    bool grant_as_starving(int64_t handle, int64_t tokens);
     void commit_together(const std::vector<int64_t>& handles, const std::vector<int64_t>& ends);
     void extend_together(const std::vector<int64_t>& handles);
     void commit(int64_t handle, const kvc_grant& grant, int64_t sure);

@@ -26,18 +26,25 @@ void Lives::progress_together() {
     }
     if (handles.empty()) return progress();
     const int64_t* guesses = random_.chance(50) ? drafts.data() : nullptr;
+    const bool commit = !guesses && random_.chance(50);
+    if (commit && (steps_.empty() || random_.chance(60))) begin_step();
     Grants of_batch{}, of_singles{};
     int64_t done = 0;
     const int32_t status = twins_.ask_many(
         "kvc_allocate_many", static_cast<int64_t>(handles.size()), &done,
         [&](kvc_manager* manager, int64_t first, int64_t* more) {
             return kvc_allocate_many(manager, handles.data() + first, tokens.data() + first,
-                                     guesses ? guesses + first : nullptr, static_cast<int64_t>(handles.size()) - first,
-                                     of_batch.data() + first, more);
+                                     guesses ? guesses + first : nullptr, commit,
+                                     static_cast<int64_t>(handles.size()) - first, of_batch.data() + first, more);
         },
         [&](kvc_manager* manager, int64_t i) {
             const auto at = static_cast<size_t>(i);
-            return kvc_allocate(manager, handles[at], tokens[at], guesses ? guesses[at] : 0, &of_singles[at]);
+            const auto status =
+                kvc_allocate(manager, handles[at], tokens[at], guesses ? guesses[at] : 0, &of_singles[at]);
+            return status || !commit ? status : kvc_commit(manager, handles[at], of_singles[at].end);
+        },
+        [&](int64_t i) {
+            return commit && grant_as_starving(handles[static_cast<size_t>(i)], tokens[static_cast<size_t>(i)]);
         });
     handles.resize(static_cast<size_t>(done));
     for (size_t i = 0; i < handles.size(); ++i) {
@@ -45,9 +52,20 @@ void Lives::progress_together() {
             broken(where_, "grant %zu is another one than that of a single call", i);
         ends.push_back(std::min(of_batch[i].start + tokens[i], of_batch[i].end));
     }
-    if (!handles.empty() && random_.chance(90)) commit_together(handles, ends);
+    if (!commit && !handles.empty() && random_.chance(90)) commit_together(handles, ends);
     if (random_.chance(60)) extend_together(handles);
     if (status == KVC_NO_SPACE) make_space();
+}
+
+// Memory ran out when a grant was to be committed: it stands.
+bool Lives::grant_as_starving(int64_t handle, int64_t tokens) {
+    kvc_request_info starving{}, healthy{};
+    kvc_info(twins_.starving(), handle, &starving);
+    kvc_info(twins_.healthy(), handle, &healthy);
+    if (starving.granted == healthy.granted) return false;
+    kvc_grant grant{};
+    kvc_allocate(twins_.healthy(), handle, tokens, 0, &grant);
+    return true;
 }
 
 void Lives::commit_together(const std::vector<int64_t>& handles, const std::vector<int64_t>& ends) {

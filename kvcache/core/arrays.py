@@ -18,11 +18,13 @@ def flat(values: npt.ArrayLike, dtype: npt.DTypeLike, what: str) -> NDArray[Any]
     Raises:
         ConfigError: another number of dimensions, no whole numbers, or a value that does not fit.
     """
+    wanted = np.dtype(dtype)
+    if type(values) is np.ndarray and values.dtype == wanted and values.ndim == 1:
+        return np.ascontiguousarray(values)
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{what} cannot be made an array: {error}") from error
-    wanted = np.dtype(dtype)
     if array.ndim == 0:  # None, a number, a text, a generator
         raise ConfigError(f"{what} is {shown(values)}: give a list or an array of {_items(wanted)}")
     if array.ndim != 1:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core import arrays
+from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError, KVCacheError
 from kvcache.core.read_calls import ReadCalls
 from kvcache.core.records import GRANT_DTYPE
@@ -23,30 +23,44 @@ class BatchCalls(ReadCalls):
     """
 
     def allocate_many(
-        self, handles: Numbers, tokens: Numbers, *, drafts: Numbers | None = None
+        self,
+        handles: Numbers,
+        tokens: Numbers,
+        *,
+        drafts: Numbers | None = None,
+        commit: bool = False,
     ) -> NDArray[np.void]:
         """`allocate` for each request: `[m]` of `GRANT_DTYPE`.
 
         With m below the number of handles, request m found no space (`blockage` says why), and
         those after it were not asked. A handle that is named twice is asked twice: its second
         grant replaces the first, where that was not committed.
+
+        Args:
+            commit: the newest step computes all of each grant: it is committed, too, before the
+                next request is asked for. Not with drafts.
         """
         wanted = [arrays.flat(tokens, np.int64, "tokens")]
         if drafts is not None:
+            if commit:
+                raise ConfigError(
+                    "commit=True with drafts: they are committed once it is known which of them are"
+                    " right, by commit_many"
+                )
             wanted.append(arrays.flat(drafts, np.int64, "drafts"))
         rows = self._rows(handles, *wanted)
         guesses = self._buffer("int64_t", wanted[1]) if drafts is not None else self._ffi.NULL
         grants = np.empty(len(rows), GRANT_DTYPE)
-        out = self._ffi.cast("kvc_grant*", self._ffi.from_buffer(grants))
         done = self._many(
             self._lib.kvc_allocate_many,
             rows,
             self._buffer("int64_t", wanted[0]),
             guesses,
+            bool(commit),
             len(rows),
-            out,
+            self._buffer("kvc_grant", grants),
         )
-        return grants[:done]
+        return grants if done == len(rows) else grants[:done]
 
     def commit_many(self, handles: Numbers, upto: Numbers) -> None:
         """`commit` for each request, up to its own position."""
@@ -97,12 +111,14 @@ class BatchCalls(ReadCalls):
     def _many(self, function: Any, rows: NDArray[np.int64], *args: Any) -> int:
         """Calls it; returns how many requests were served."""
         done = self._ffi.new("int64_t*")
-        try:
-            self._call(function, self._buffer("int64_t", rows), *args, done)
-        except KVCacheError as error:
-            if len(rows):
-                raise type(error)(
-                    f"request {done[0]} of {len(rows)} in the batch: {error}"
-                ) from None
-            raise
+        status = function(self._native, self._buffer("int64_t", rows), *args, done)
+        if status < 0:
+            try:
+                native.fail(status)
+            except KVCacheError as error:
+                if len(rows):
+                    raise type(error)(
+                        f"request {done[0]} of {len(rows)} in the batch: {error}"
+                    ) from None
+                raise
         return int(done[0])

@@ -38,8 +38,11 @@ COPY_PATHS = ("avx512", "avx2", "memcpy")
 NO_SPACE = 1
 _PYTHON_NAMES = {"ns": "namespace"}
 """What callers know an argument of C as, where the names differ."""
-_TAKEN = (cffi.FFI().CData, bytes, Integral)
+_CDATA = cffi.FFI().CData
+_TAKEN = (_CDATA, bytes, Integral)
 """What is passed on to C; numpy's whole numbers are integral."""
+_SURE = frozenset({int, bytes, _CDATA, *_CDATA.__subclasses__()})
+"""Types of nearly all of it: a check of one set costs less than one of each argument."""
 _ERRORS: dict[int, type[KVCacheError]] = {
     -1: ConfigError,
     -2: HandleError,
@@ -115,9 +118,8 @@ def fail(status: int) -> NoReturn:
 def call(function: Any, *args: Any) -> int:
     """The status, zero or above. A negative one, or arguments that C cannot take, raise."""
     try:
-        for arg in args:  # cffi cuts whatever has `__int__`: a fraction, an array of one number
-            if type(arg) is not int and not isinstance(arg, _TAKEN):
-                raise TypeError(f"{shown(arg)} is no whole number")  # noqa: TRY301 (no call here)
+        if not _SURE.issuperset(map(type, args)):
+            _check_taken(args)
         status: int = function(*args)
     except (OverflowError, TypeError) as error:
         _name_misfit(function, args)
@@ -125,6 +127,13 @@ def call(function: Any, *args: Any) -> int:
     if status < 0:
         fail(status)
     return status
+
+
+def _check_taken(args: Sequence[Any]) -> None:
+    """Cffi cuts whatever has `__int__`: a fraction, an array of one number."""
+    for arg in args:
+        if not isinstance(arg, _TAKEN):
+            raise TypeError(f"{shown(arg)} is no whole number")
 
 
 def new(ctype: str, fields: dict[str, Any] | list[list[Any]]) -> Any:

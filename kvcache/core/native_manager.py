@@ -84,16 +84,23 @@ class NativeManager:
         self._call(function, *args, out)
         return out
 
-    def _read(self, dtype: npt.DTypeLike, function: Any, *args: Any) -> NDArray[Any]:
-        """The array that a function writes to its last three arguments: out, cap, n."""
-        ffi, n, cap = self._ffi, self._ffi.new("int64_t*"), 64
+    def _read(
+        self, dtype: npt.DTypeLike, function: Any, *args: Any, room: int = 64
+    ) -> NDArray[Any]:
+        """The array that a function writes to its last three arguments: out, cap, n.
+
+        room: for how many at first; 0 where there are none, mostly.
+        """
+        ffi, n = self._ffi, self._ffi.new("int64_t*")
+        out, pointer = np.empty(room, dtype), ffi.NULL
         while True:
-            out = np.empty(cap, dtype)
-            pointer = ffi.cast(_POINTERS[out.dtype], ffi.from_buffer(out))
-            self._call(function, *args, pointer, cap, n)
-            if n[0] <= cap:
+            if room:
+                pointer = ffi.cast(_POINTERS[out.dtype], ffi.from_buffer(out))
+            self._call(function, *args, pointer, room, n)
+            if n[0] <= room:
                 return out[: n[0]]
-            cap = int(n[0])
+            room = int(n[0])
+            out = np.empty(room, dtype)
 
     def _buffer(self, ctype: str, array: NDArray[Any]) -> Any:
         return self._ffi.from_buffer(f"{ctype}[]", array)

@@ -78,4 +78,4 @@ class TierCalls(BatchCalls):
         `allocate` gave out since is read or written (by a step, a load, a store). May be called
         always: a manager that is not `movable` moves nothing.
         """
-        return self._read(MOVE_DTYPE, self._lib.kvc_take_moves)
+        return self._read(MOVE_DTYPE, self._lib.kvc_take_moves, room=0)

@@ -13,13 +13,14 @@ from hypothesis import given, strategies as st
 from laws import cases
 
 from kvcache import CapacityError, ConfigError, KVCacheError, Manager
-from kvcache.core.errors import HandleError
+from kvcache.core.errors import HandleError, MisuseError
 from kvcache.core.records import GRANT_DTYPE, Grant
 
 UNKNOWN = 1 << 40
 """No request has this handle."""
 TRIED = ["full", "hybrid", "speculative", "gpt-oss", "three kinds", "deepseek", "deepseek + draft"]
 LONGEST = 48
+SEEN = ("no space", "error", "guesses", "committed")
 
 
 def one_by_one(calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], KVCacheError | None]:
@@ -55,7 +56,7 @@ class Pair(Equal):
         super().__init__(self.single, self.batch)
         self.random = random.Random(seed)
         self.steps: list[int] = []
-        self.seen = {"no space": 0, "error": 0, "guesses": 0}
+        self.seen = dict.fromkeys(SEEN, 0)
 
     def ask(
         self, calls: Sequence[Callable[[], Any]], many: Callable[[], Any], n: int
@@ -119,11 +120,40 @@ class Pair(Equal):
         self.seen["guesses"] += bool(drafts) and bool(got)
         return [h for h in dict.fromkeys(served) if info(h).granted > info(h).committed]
 
-    def commit(self, handles: list[int]) -> None:
+    def grant_and_commit(self) -> None:
+        """The same, all of it committed."""
+        if self.random.random() < 0.9:  # else maybe outside of a step
+            self.begin_step()
+        handles, info = self.chosen("waiting", "running"), self.batch.info
+        tokens = [
+            1
+            if h == UNKNOWN
+            else max(0, min(self.random.choice([1, 1, 9]), LONGEST - info(h).committed))
+            for h in handles
+        ]
+
+        def single(h: int, n: int) -> Grant | None:
+            if not self.steps:
+                self.single.commit(self.handles[0], n)
+            grant = self.single.allocate(h, n)
+            if grant is not None and grant.end > grant.start:
+                self.single.commit(h, grant.end)
+            return grant
+
+        calls = [lambda h=h, n=n: single(h, n) for h, n in zip(handles, tokens, strict=True)]
+        self.ask(
+            calls, lambda: self.batch.allocate_many(handles, tokens, commit=True), len(handles)
+        )
+        self.seen["committed"] += len(handles)
+
+    def begin_step(self) -> None:
         if not self.steps or self.random.random() < 0.5:
             if len(self.steps) == 2:
                 self.end_step()
             self.steps.append(self.both(lambda m: m.begin_step()))
+
+    def commit(self, handles: list[int]) -> None:
+        self.begin_step()
         ends = [self.batch.info(h).granted for h in handles]
         if ends and self.random.random() < 0.05:
             ends[len(ends) // 2] += 1
@@ -165,8 +195,9 @@ class Pair(Equal):
     def round(self) -> None:
         if len(self.handles) < 6:
             self.open()
-        served = self.allocate()
-        if served:
+        if self.random.random() < 0.3:
+            self.grant_and_commit()
+        elif served := self.allocate():
             self.commit(served)
         self.extend()
         if self.steps and self.random.random() < 0.6:
@@ -192,7 +223,7 @@ def test_batches_do_what_single_calls_do(
 
 
 def test_the_comparison_meets_guesses_errors_and_lack_of_space() -> None:
-    totals = {"no space": 0, "error": 0, "guesses": 0}
+    totals = dict.fromkeys(SEEN, 0)
     for seed in range(10):
         pair = Pair("hybrid", None, 0, seed)
         for _ in range(12):
@@ -270,6 +301,29 @@ def test_a_handle_may_occur_twice_as_in_single_calls() -> None:
     m.check()
 
 
+def test_a_load_is_not_committed_with_its_grant() -> None:
+    m = hybrid()
+    run(m, text(9))
+    h = m.open(text(10), max_tokens=20)
+    loading = m.open(text(9, 50), max_tokens=20)
+    m.lookup(h)
+    m.lookup(loading, [np.ones(2, np.uint8)] * len(HYBRID.groups))
+    m.begin_step()
+    grants = m.allocate_many([h, loading], [2, 1], commit=True)
+    assert grants["end"].tolist() == [10, 8]
+    assert (m.info(h).committed, m.info(loading).state) == (10, "loading")
+    m.check()
+
+
+def test_outside_a_step_nothing_is_granted_that_would_be_committed() -> None:
+    m = full()
+    handles = two_running(m)
+    before = picture(m, handles)
+    with pytest.raises(MisuseError, match=r"^request 0 of 2 in the batch: commit outside a step"):
+        m.allocate_many(handles, [1, 1], commit=True)
+    assert picture(m, handles) == before
+
+
 def test_an_empty_batch_does_nothing() -> None:
     m = full()
     handles = two_running(m)
@@ -277,6 +331,7 @@ def test_an_empty_batch_does_nothing() -> None:
     assert len(m.allocate_many([], [])) == 0
     assert m.allocate_many([], [], drafts=[]).dtype == GRANT_DTYPE
     m.commit_many([], [])  # even outside a step
+    assert len(m.allocate_many([], [], commit=True)) == 0
     m.extend_many([], [])
     m.extend_many(handles, [], counts=[0, 0])
     assert picture(m, handles) == before
@@ -304,6 +359,10 @@ BAD: dict[str, tuple[Callable[[Manager, list[int]], Any], str]] = {
     "drafts for more": (
         lambda m, h: m.allocate_many(h, [1, 1], drafts=[1, 1, 1]),
         "3 values for 2 handles",
+    ),
+    "guesses that are committed": (
+        lambda m, h: m.allocate_many(h, [1, 1], drafts=[1, 0], commit=True),
+        "commit=True with drafts",
     ),
     "ends for fewer": (lambda m, h: m.commit_many(h, [9]), "1 values for 2 handles"),
     "counts for fewer": (lambda m, h: m.extend_many(h, [1], counts=[1]), "1 values for 2 handles"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from laws import cases
 from laws.drive import compute, decode, open_request, replay
 from laws.engine import Engine
@@ -94,6 +94,22 @@ def check_chain(chain: Chain, chains: list[Chain], before: Snapshot, there: Snap
             assert later or tail <= position, f"{position} left a tail behind"
 
 
+SHARED_BY_CHANCE = [
+    cases.Turn(3, 27, [0, 1, 1], [1, 2, 2, 2, 2, 2, 0], [16]),
+    cases.Turn(3, 27, [0, 1, 1], [1, 2, 2, 2, 2, 2, 0], [16]),
+    cases.Turn(5, 8, [2, 2, 1, 0, 0, 1, 1], [2, 2, 0], [12, 1, 28]),
+    cases.Turn(0, 20, [2, 2], [1, 1, 0, 2, 0], [2]),
+    cases.Turn(
+        1,
+        35,
+        [1, 2, 2, 2, 2, 2, 0, 1, 2, 1, 2, 0, 1, 0, 1, 1],
+        [1, 1, 0, 2, 0, 1, 2, 0, 1],
+        [21],
+    ),
+]
+"""The window of the third turn's end serves a boundary below it as well, with a block that others left."""
+
+
 @cases.law(120)
 @given(
     name=sizes,
@@ -101,6 +117,7 @@ def check_chain(chain: Chain, chains: list[Chain], before: Snapshot, there: Snap
     history=cases.histories,
     spare=st.integers(0, 20),
 )
+@example(name="window", interval=2, history=SHARED_BY_CHANCE, spare=2)
 def test_law_14_holds_for_histories_that_share_heads(
     name: str, interval: int | None, history: list[cases.Turn], spare: int
 ) -> None:

@@ -12,8 +12,8 @@ EXPLAIN = [
     Mutant(
         "nobody is told to have taken a page",
         "csrc/allocate.cpp",
-        "    arena_.taken_by(handle, r->session);\n",
-        "",
+        "    arena_.taken_by(r.handle, r.session);\n    try {\n",
+        "    try {\n",
         (CAUSES + "test_an_eviction_is_told_with_who_took_the_pages_and_how_much_went_since",),
     ),
     Mutant(

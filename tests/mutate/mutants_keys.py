@@ -109,8 +109,8 @@ KEYS = [
     Mutant(
         "a hole of a draft gets a key",
         "csrc/keys.cpp",
-        "holes.empty() ? 0 : holes.back() + 1",
-        "holes.empty() ? 0 : holes.front()",
+        "table.holes.empty() ? 0 : table.holes.back() + 1",
+        "table.holes.empty() ? 0 : table.holes.front()",
         (LAW + "03_soundness.py::test_law_03_what_a_draft_lacks_of_a_hit_gets_no_key_from_twins",),
     ),
     Mutant(

@@ -151,8 +151,15 @@ MEMORY = [
         "a twin's windows never get the key",
         "csrc/closing.cpp",
         "int64_t none = 0;",
-        "int64_t none = r.span_settled[static_cast<size_t>(g)];",
+        "int64_t none = r.tables[static_cast<size_t>(g)].settled;",
         (TWINS,),
+    ),
+    Mutant(
+        "a window goes before the tail beyond it",
+        "csrc/closing.cpp",
+        "filed_.push_back({loading ? r.granted : end, {g, page, Arena::kLru}});",
+        "filed_.push_back({loading ? r.granted : std::max(last, end), {g, page, Arena::kLru}});",
+        (LAW + "14_order.py::test_law_14_holds_for_histories_that_share_heads",),
     ),
     Mutant(
         "state outlives the prefix that it needs",
@@ -237,7 +244,7 @@ MEMORY = [
     Mutant(
         "pages of wrong guesses stay held",
         "csrc/steps.cpp",
-        "    if (r->drafts) release_guesses(*r, upto);\n",
+        "    if (r.drafts) release_guesses(r, upto);\n",
         "",
         (GUESSES,),
     ),
