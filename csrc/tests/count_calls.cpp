@@ -87,7 +87,7 @@ int main() {
         for (int64_t i = 0; i < n; ++i) session.text.push_back(static_cast<int32_t>(random() % 150'000));
     };
     for (int64_t turn = 0; turn < kTurns; ++turn) {
-        std::vector<int64_t> handles, one(kSessions, 1), ends(kSessions);
+        std::vector<int64_t> handles, one(kSessions, 1);
         for (int64_t s = 0; s < kSessions; ++s) {
             say(sessions[static_cast<size_t>(s)], turn ? kMore : kFirst);
             prefill(manager, sessions[static_cast<size_t>(s)], static_cast<uint64_t>(s) + 1);
@@ -104,8 +104,6 @@ int main() {
             check(kvc_extend_many(manager, handles.data(), sampled.data(), kSessions, nullptr, kSessions, &done));
             check(kvc_begin_step(manager, &step));
             check(kvc_allocate_many(manager, handles.data(), one.data(), nullptr, 1, kSessions, grants.data(), &done));
-            for (size_t s = 0; s < sessions.size(); ++s) ends[s] = grants[s].end;
-            check(kvc_commit_many(manager, handles.data(), ends.data(), kSessions, &done));
             check(kvc_end_step(manager, step));
         }
         for (const int64_t handle : handles) check(kvc_finish(manager, handle));
