@@ -158,9 +158,7 @@ class Request:
         if self._state:
             if not self._state_keyed:
                 self._key_state()
-            filed.append(
-                (self._state * grid, self.keys.state(self._state), self.sizes.state_bytes)
-            )
+            filed.append((self._state * grid, self.keys.state(self._state), self.sizes.state_bytes))
         last = self.keyed_upto(self._end)
         for span in self._spans:
             filed += [(end, key, span.pages.page_bytes) for end, key in span.close(last)]
@@ -169,7 +167,9 @@ class Request:
                 continue
             touched = [(end, key) for end, key in self.keys.sparse(position) if order.resident(key)]
             filed += [(end, key, order.pop(key)) for end, key in touched]
-        filed += [(i * grid, self.keys.blocks[i - 1], kv_bytes) for i in range(self._computed, 0, -1)]
+        filed += [
+            (i * grid, self.keys.blocks[i - 1], kv_bytes) for i in range(self._computed, 0, -1)
+        ]
         filed.sort(key=lambda page: -page[0])
         order.lru.update((key, size) for _, key, size in filed)
 

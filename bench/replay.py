@@ -16,8 +16,8 @@ manager's, and all of it must add up to the prompt.
 
 from __future__ import annotations
 
-from time import thread_time
 from pathlib import Path
+from time import thread_time
 from typing import Any
 
 import numpy as np
@@ -36,10 +36,13 @@ from kvcache.bench.replay_settings import (
 )
 from kvcache.bench.traces import TraceRequest
 from kvcache.core.errors import CapacityError, ConfigError, InvariantError
-from kvcache.core.explanation import Explanation
+from kvcache.core.explanation import Evicted, Explanation, NotStored, TokensDiffer
 from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
 from kvcache.core.records import LOSS_CAUSES, Hit
+
+FORGOTTEN = Evicted("", -1, None, None, 0, 0, remembered=False)
+"""Of pages that went longer ago than the table of evicted keys tells."""
 
 _CHECK_PAGES_PER_REQUEST = 1024
 _CHECK_PAGES_PER_BLOCK = 1
@@ -50,6 +53,27 @@ def foreign_digests(keys: NDArray[np.int64]) -> NDArray[np.uint8]:
     rows = np.zeros((len(keys), 4), dtype="<i8")
     rows[:, 0] = keys
     return rows.view(np.uint8)
+
+
+def with_forgotten(explanation: Explanation, stored_tokens: int) -> Explanation:
+    """What was stored before, and is not remembered by the manager, was evicted: the trace tells.
+
+    Args:
+        stored_tokens: how much of the prompt was computed by earlier requests.
+    """
+    losses = []
+    for loss in explanation.losses:
+        stored = min(max(stored_tokens, loss.start), loss.end)
+        if loss.told != "not_stored" or stored == loss.start:
+            losses.append(loss)
+            continue
+        losses.append(loss._replace(cause="evicted", end=stored, evidence=FORGOTTEN))
+        if stored < loss.end:
+            rest = loss._replace(start=stored)
+            if isinstance(loss.evidence, TokensDiffer):  # from a request with less in common
+                rest = rest._replace(cause="not_stored", evidence=NotStored("new", None, 1))
+            losses.append(rest)
+    return explanation._replace(losses=tuple(losses))
 
 
 class Replay:
@@ -139,6 +163,8 @@ class Replay:
         self._manager_seconds += thread_time() - finishing
         self._require_sum(request, reused, hit, explanation)
         ideal = self._ideal.hit_tokens(keys, prompt)
+        if self._settings.pool_tokens is not None:
+            explanation = with_forgotten(explanation, ideal)
         oracle = self._ask_oracle(request, keys)
         if request.counted:
             lost = explanation.lost()
@@ -172,12 +198,15 @@ class Replay:
 
     def _open(self, request: TraceRequest, digests: NDArray[np.uint8]) -> int:
         tokens = request.prompt_tokens + request.output_tokens
+        who = f"line {request.line}"
+        if request.session:
+            who += f", {request.session}/{request.agent}"
         try:
             return self._manager.open_foreign(
                 digests,
                 prompt_tokens=request.prompt_tokens,
                 max_tokens=tokens,
-                session=f"{request.session}/{request.agent}" if request.session else "",
+                session=who,
             )
         except CapacityError as error:
             slabs = self._geometry.slabs_needed(tokens)

@@ -176,13 +176,21 @@ int32_t Manager::need(int64_t handle, int64_t n_tokens, int64_t n_drafts, int64_
 }
 
 // Grants that need no plan: of few tokens, for a running request that goes on in the states that it has.
-bool Manager::grant_on(Request& r, bool oldest, int64_t end, int64_t drafts) {
+Manager::Granted Manager::grant_on(Request& r, bool oldest, int64_t end, int64_t drafts) {
     const int64_t at = r.committed;
-    if (drafts || r.granted != at) return false;
-    if (!states_.empty() && (end == at || end / grid_ != at / grid_ || r.working.pages.empty())) return false;
+    if (drafts || r.granted != at) return kNeedsPlan;
+    if (!states_.empty() && (end == at || end / grid_ != at / grid_ || r.working.pages.empty())) return kNeedsPlan;
     const bool within = (at + piece_ - 1) / piece_ == (end + piece_ - 1) / piece_;  // the blocks that it has
-    if (!within && (end > at + 1 || !take_next_blocks(r, oldest))) return false;
+    if (!within && (end > at + 1 || unpaged_tokens_)) return kNeedsPlan;
+    std::vector<int32_t> pages;  // memory first
     if (!states_.empty()) {
+        (r.plan.empty() ? pages : r.plan[0].pages).reserve(states_.size());
+        r.plan.reserve(1);
+        r.plan_source.reserve(states_.size());
+    }
+    if (!within && !take_next_blocks(r, oldest)) return kNoRoom;
+    if (!states_.empty()) {
+        if (r.plan.empty()) r.plan.push_back({.position = end, .pages = std::move(pages)});
         r.plan.resize(1);
         Point& point = r.plan[0];
         point.position = end;
@@ -194,7 +202,7 @@ bool Manager::grant_on(Request& r, bool oldest, int64_t end, int64_t drafts) {
     }
     r.granted = end;
     r.drafts = 0;
-    return true;
+    return kGranted;
 }
 
 // The block of the token at r.granted, for each group in which that is the first one. False: there is no space, and nothing is
@@ -203,10 +211,8 @@ bool Manager::take_next_blocks(Request& r, bool oldest) {
     std::array<int64_t, kMostGroups> pages{};  // of each class
     for (int32_t g = 0; g < n_groups_; ++g) {
         if (!starts_block(r, g)) continue;
-        if (rules(g).transient && rules(g).block_tokens == 1) return false;  // not every token gets a page
         ++pages[static_cast<size_t>(rules(g).size_class)];
-        std::vector<int32_t>& own = r.tables[static_cast<size_t>(g)].pages;
-        make_room(own, 1);
+        make_room(r.tables[static_cast<size_t>(g)].pages, 1);
     }
     const auto wanted = std::span(pages).first(pages_per_slab_.size());
     arena_.reserve(wanted, {});
@@ -227,14 +233,16 @@ int32_t Manager::allocate(int64_t handle, int64_t n_tokens, int64_t n_drafts, kv
         return grant_beyond(*r, oldest, n_tokens, n_drafts, out);
     const int64_t at = r->committed;
     if (const auto status = check_allocate(*r, n_tokens, n_drafts, at)) return status;
-    if (!grant_on(*r, oldest, at + n_tokens, n_drafts)) return grant_beyond(*r, oldest, n_tokens, n_drafts, out);
+    const Granted granted = grant_on(*r, oldest, at + n_tokens, n_drafts);
+    if (granted == kNeedsPlan) return grant_beyond(*r, oldest, n_tokens, n_drafts, out);
+    if (granted == kNoRoom) return no_space(*r);
     r->blockage = KVC_BLOCKED_NOT;
     if (oldest) frozen_ = false;
     *out = {0, at, r->granted, 0, 0};
     return KVC_OK;
 }
 
-// One that takes pages, or nothing.
+// With a plan: first grants, drafts, more than one new block, snapshots. Or while the oldest request waits for space.
 int32_t Manager::grant_beyond(Request& r, bool oldest, int64_t n_tokens, int64_t n_drafts, kvc_grant* out) {
     const bool waiting = r.state == RequestState::kWaiting;
     Adoption adoption;

@@ -74,7 +74,7 @@ void Manager::collect_spans(Request& r, bool loading) {
             if (page == kNoPage) continue;
             const int64_t end = (b + 1) * block;
             if (!loading) end_pending(r, g, page, end <= last);
-            filed_.push_back({loading ? r.granted : end, {g, page, Arena::kLru}});
+            filed_.push_back({end, {g, page, Arena::kLru}});
         }
     }
 }

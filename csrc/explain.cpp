@@ -140,7 +140,8 @@ void Manager::explain_new(const Request& r, const Request::Lost& lost, std::vect
     const int64_t own = r.losses.reached / grid_ * grid_;
     if (r.losses.cleared) add(own, KVC_LOST_NEW, KVC_WHY_CLEARED, &self);
     else stored(own, &self);
-    const Sibling same = longest_common(r, false);
+    Sibling differing;
+    const Sibling same = longest_common(r, false, &differing);
     // With less in common than what was stored, it is not the one that this request goes on from.
     const bool related = same.content && same.difference.position > 0 && same.difference.position >= at;
     const int64_t common = related ? same.difference.position : at;
@@ -156,11 +157,11 @@ void Manager::explain_new(const Request& r, const Request::Lost& lost, std::vect
     }
     const Sibling apart = longest_under_another_root(r, std::max(common, at));
     if (apart.content) add(apart.difference.position / grid_ * grid_, KVC_LOST_KEY, KVC_WHY_NEW, &apart);
-    else if (related && same.difference.kind != Difference::kEnd) {
-        const bool tokens = same.difference.kind == Difference::kTokens;
-        kvc_loss* loss =
-            add(same.content->n_tokens / grid_ * grid_, tokens ? KVC_LOST_TOKENS : KVC_LOST_KEY, KVC_WHY_NEW, &same);
-        if (loss) show_difference(r, same, loss);
+    else if (related && differing.content) {
+        const bool tokens = differing.difference.kind == Difference::kTokens;
+        kvc_loss* loss = add(differing.content->n_tokens / grid_ * grid_, tokens ? KVC_LOST_TOKENS : KVC_LOST_KEY,
+                             KVC_WHY_NEW, &differing);
+        if (loss) show_difference(r, differing, loss);
     }
     add(lost.end, KVC_LOST_NEW, KVC_WHY_NEW, nullptr);
 }

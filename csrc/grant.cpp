@@ -31,7 +31,7 @@ void Manager::start(Request& r, const Adoption& adoption, Point state, Load* loa
                 if (page >= 0 && !group.full()) arena_.keep(g, page);
     }
     if (!state.pages.empty()) r.points.push_back(std::move(state));
-    r.next = {};
+    r.settle_at = {};
     ++r.run;
     holders_.insert(std::move(holder));
     r.present.clear();

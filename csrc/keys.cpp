@@ -113,31 +113,24 @@ void Manager::confirm_spans(Request& r) {
         if (table.confirmed == table.pending) continue;
         if (table.pending > r.settled()) continue;  // they wait for a position to come
         const int64_t block = rules(g).block_tokens;
-        Digest key;
-        bool all = true;
-        for (int64_t b = table.first; (b + 1) * block <= r.settled(); ++b) {
-            if (table.page(b) == kNoPage || arena_.page(g, table.page(b)).key != Page::kPending) continue;
-            if (block_key(r, g, b, &key)) key_page(r, g, table.page(b), key, (b + 1) * block, Page::kVisible);
-            else all = false;  // of a draft: the token that it depends on is told later
-        }
-        if (all) table.confirmed = table.pending;
+        for (int64_t b = table.first; (b + 1) * block <= r.settled(); ++b)
+            if (const int32_t page = table.page(b); page != kNoPage) {
+                const Page& target = arena_.page(g, page);
+                if (target.key == Page::kPending) key_page(r, g, page, target.digest, (b + 1) * block, Page::kVisible);
+            }
+        table.confirmed = table.pending;
     }
 }
 
 // Keys what the policy keeps of the span and state groups.
 void Manager::key_sparse(Request& r) {
-    if (!spans_.empty()) {
-        int64_t done = r.settled();
-        for (const int32_t g : spans_) done = std::min(done, r.tables[static_cast<size_t>(g)].settled);
-        kept_between(r, done, r.settled(), &kept_);
-        for (const int32_t g : spans_) {
-            SpanWalk walked;
-            for (const Kept& kept : kept_) {
-                int64_t& settled = r.tables[static_cast<size_t>(g)].settled;
-                if (has(kept.groups, g) && kept.position > settled)
-                    key_span(r, g, kept.position, &settled, kept.declared, Page::kVisible, &walked);
-            }
-        }
+    for (const int32_t g : spans_) {
+        int64_t& settled = r.tables[static_cast<size_t>(g)].settled;
+        kept_between(r, settled, r.settled(), &kept_, GroupSet{1} << g);
+        SpanWalk walked;
+        for (const Kept& kept : kept_)
+            if (kept.position > settled)
+                key_span(r, g, kept.position, &settled, kept.declared, Page::kVisible, &walked);
     }
     confirm_spans(r);
     const size_t newest = newest_complete(r);

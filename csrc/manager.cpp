@@ -51,6 +51,7 @@ Manager::Manager(const kvc_config& config, const kvc_group* groups)
         }
         sparse_votes_ |= group.votes() && !group.full();
         whole_grants_ |= group.state() || group.transient;
+        unpaged_tokens_ |= group.transient && group.block_tokens == 1;
     }
     for (const int32_t g : states_) arena_.watch(g);
     for (const int32_t g : spans_)

@@ -144,7 +144,7 @@ class Manager final : private KeyListener {
     Difference difference(const Request& r, const Content& other, int64_t links) const;
     int64_t common_links(const Request& r, const Content& other, int64_t known) const;
     static int64_t computed_before(const Sibling& other, uint64_t tick);
-    Sibling longest_common(const Request& r, bool running) const;
+    Sibling longest_common(const Request& r, bool running, Sibling* differing = nullptr) const;
     Sibling longest_under_another_root(const Request& r, int64_t beyond) const;
 
     // explain.cpp
@@ -158,12 +158,13 @@ class Manager final : private KeyListener {
     void show_difference(const Request& r, const Sibling& other, kvc_loss* loss) const;
 
     // plan.cpp
-    // What the policy keeps in (start, end], ascending. All of it lies on the grid.
-    void kept_between(const Request& r, int64_t start, int64_t end, std::vector<Kept>* out) const {
+    // What the policy keeps in (start, end], ascending, of the groups `among` alone. All of it lies on the grid.
+    void kept_between(const Request& r, int64_t start, int64_t end, std::vector<Kept>* out,
+                      GroupSet among = ~GroupSet{0}) const {
         out->clear();
-        if (start / grid_ * grid_ + grid_ <= end) add_kept_between(r, start, end, out);
+        if (start / grid_ * grid_ + grid_ <= end) add_kept_between(r, start, end, among, out);
     }
-    void add_kept_between(const Request& r, int64_t start, int64_t end, std::vector<Kept>* out) const;
+    void add_kept_between(const Request& r, int64_t start, int64_t end, GroupSet among, std::vector<Kept>* out) const;
     int64_t plan_limit(const Request& r, int64_t start, int64_t end) const;
     std::vector<Point> make_points(const Request& r, int64_t start, int64_t end) const;
     std::vector<Point> make_plan(const Request& r, int64_t start, int64_t end, int64_t drafts) const;
@@ -197,7 +198,8 @@ class Manager final : private KeyListener {
     void reserve_grant(Request& r, const Adoption* adoption, Demand* demand);
     bool secure_grant(const Request& r, const Adoption* adoption, const Demand& demand);
     bool try_grant(Request& r, const Adoption* adoption, Demand demand);
-    bool grant_on(Request& r, bool oldest, int64_t end, int64_t drafts);
+    enum Granted { kGranted, kNoRoom, kNeedsPlan };
+    Granted grant_on(Request& r, bool oldest, int64_t end, int64_t drafts);
     bool take_next_blocks(Request& r, bool oldest);
     bool starts_block(const Request& r, int32_t group) const {
         return rules(group).blocks() && r.granted % rules(group).block_tokens == 0;
@@ -217,6 +219,7 @@ class Manager final : private KeyListener {
     Step* fence_of(const Request& r);
     Step* open_step(int64_t id);
     const Step* open_step(int64_t id) const { return const_cast<Manager*>(this)->open_step(id); }
+    void enter_step(Request& r, Step& step, int64_t upto);
     bool commit_within(Request& r, int64_t upto);
     void commit_beyond(Request& r, int64_t upto);
     int32_t check_commit(const Request* r, int64_t handle, int64_t upto) const;
@@ -248,7 +251,7 @@ class Manager final : private KeyListener {
     void give_up_unread(Request& r, int32_t group, int64_t told);
     void settle_unread(Request& r);
     void reserve_unread(const Request& r, Room* room);
-    int64_t next_unread(const Request& r) const {
+    int64_t unread_after(const Request& r) const {
         return piece_ < key_piece_ ? (r.computed / piece_ + 1) * piece_ : INT64_MAX;
     }
 
@@ -309,8 +312,9 @@ class Manager final : private KeyListener {
     std::vector<int32_t> spans_;   // ids of all span groups
     std::vector<int32_t> states_;  // ids of state groups; Point::pages has this order
     GroupSet state_set_ = 0;
-    bool sparse_votes_ = false;  // some span or state group votes
-    bool whole_grants_ = false;  // a state or transient group: what a grant covers is committed but for its drafts
+    bool sparse_votes_ = false;    // some span or state group votes
+    bool unpaged_tokens_ = false;  // of a transient group with blocks of one token, where not each gets a page
+    bool whole_grants_ = false;    // a state or transient group: what a grant covers is committed but for its drafts
     int32_t n_groups_;
     std::vector<int32_t> pages_per_slab_;  // per class
     int64_t unit_;

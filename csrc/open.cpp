@@ -270,7 +270,7 @@ int32_t Manager::retain_in(Request& r, const int64_t* intervals, const int64_t* 
         if (!has(sparse, g)) copy[static_cast<size_t>(g)] = 0;
     r.intervals = std::move(copy);
     r.kept = std::move(kept);
-    r.next = {};
+    r.settle_at = {};
     return KVC_OK;
 }
 

@@ -19,18 +19,20 @@ bool Manager::is_declared(const Request& r, int64_t position) const {
 }
 
 // The positions that the policy named, and every group's multiples.
-void Manager::add_kept_between(const Request& r, int64_t start, int64_t end, std::vector<Kept>* out) const {
+void Manager::add_kept_between(const Request& r, int64_t start, int64_t end, GroupSet among,
+                               std::vector<Kept>* out) const {
     std::vector<Kept>& all = *out;
     for (auto at = std::ranges::upper_bound(r.kept, start, {}, &Kept::position);
          at != r.kept.end() && at->position <= end; ++at)
         all.push_back(*at);
+    GroupSet left = among;  // whose intervals are still to come
     for (int32_t g = 0; g < n_groups_; ++g) {
         const int64_t interval = r.intervals[static_cast<size_t>(g)];
-        const auto first = std::find(r.intervals.begin(), r.intervals.begin() + g, interval);
-        if (!interval || first != r.intervals.begin() + g) continue;  // one pass for each different interval
-        GroupSet groups = 0;
+        if (!interval || !has(left, g)) continue;
+        GroupSet groups = 0;  // one pass for each different interval
         for (int32_t h = g; h < n_groups_; ++h)
-            if (r.intervals[static_cast<size_t>(h)] == interval) groups |= GroupSet{1} << h;
+            if (has(left, h) && r.intervals[static_cast<size_t>(h)] == interval) groups |= GroupSet{1} << h;
+        left &= ~groups;
         for (int64_t p = (start / interval + 1) * interval; p <= end; p += interval) all.push_back({p, groups, false});
     }
     sort_by_position(&all);

@@ -58,10 +58,10 @@ struct Table {
     // How far the keys are. Full: blocks whose key was settled, and how many of them got none, as another page had it.
     int64_t keyed = 0;
     int64_t keyless = 0;
-    // Span: tokens up to which the kept positions' blocks have pending keys; up to which none is pending; or all are visible.
+    // Span, in tokens: up to where what kept positions read has keys, pending or visible; ...
     int64_t pending = 0;
-    int64_t confirmed = 0;
-    int64_t settled = 0;
+    int64_t confirmed = 0;  // ... none of them is pending any more;
+    int64_t settled = 0;    // ... all are visible.
 
     std::vector<int64_t> holes;  // of a draft group: blocks of the hit without content
 
@@ -84,7 +84,7 @@ struct BlockRange {
 enum class RequestState : int32_t { kWaiting = 0, kRunning = 1, kLoading = 2 };
 
 // settle() has nothing to do before one of these is reached: nothing becomes whole. Zero: it was not done yet.
-struct Whole {
+struct SettleAt {
     int64_t computed = 0;
     int64_t told = 0;    // computed and known
     int64_t tokens = 0;  // known
@@ -103,8 +103,10 @@ struct Request : Content {
     int64_t drafts = 0;     // the last tokens of the grant that are guesses: any of them may be left out by commit
     int64_t last_step = 0;  // the newest step that the request takes part in
     uint64_t run = 0;       // counts starts, so that a step's entry of an earlier run is told apart
-    Whole next;
-    int64_t next_unread = 0;  // computed tokens with which a transient group may give up a block
+    size_t entry = 0;       // its place in that step
+    SettleAt settle_at;
+    int64_t unread_at =
+        0;  // computed tokens with which a transient group may give up a block; INT64_MAX: with those above
 
     // Of the current grant.
     bool plan_open = false;  // not committed yet: its pages are still the plan's own
@@ -182,7 +184,8 @@ struct Request : Content {
     int64_t settled() const { return std::min({computed, n_tokens, key_limit}); }
     // With so many computed and known there is something for settle() to do.
     bool unsettled(int64_t computed, int64_t tokens) const {
-        return computed >= next.computed || std::min(computed, tokens) >= next.told || tokens >= next.tokens;
+        return computed >= settle_at.computed || std::min(computed, tokens) >= settle_at.told ||
+               tokens >= settle_at.tokens;
     }
 };
 

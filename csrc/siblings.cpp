@@ -77,18 +77,16 @@ int64_t Manager::computed_before(const Sibling& other, uint64_t tick) {
     return ended ? content.reached : 0;
 }
 
-// The request of the same root with most in common. Of several: one that ends there, of which more was computed, of the same
-// session, the newest. `running`: of those alone that held pages when the request was looked up.
-Manager::Sibling Manager::longest_common(const Request& r, bool running) const {
+// The request of the same root with most in common. Of several: one of which more of that was computed, that was open then, of
+// the same session, the newest. `running`: of those alone that held pages when the request was looked up. `differing`: the
+// newest of the several that goes on with something else, if any.
+Manager::Sibling Manager::longest_common(const Request& r, bool running, Sibling* differing) const {
     Sibling best;
-    const auto better = [&](const Sibling& one) {
-        if (!best.content) return true;
-        const auto rank = [&](const Sibling& s) {
-            return std::array<int64_t, 4>{s.difference.position, s.difference.kind == Difference::kEnd,
-                                          computed_before(s, r.losses.tick),
-                                          r.session && s.content->session == r.session};
-        };
-        return rank(one) > rank(best);
+    const auto position = [](const Sibling& s) { return s.content ? s.difference.position : -1; };
+    const auto rank = [&](const Sibling& s) {
+        return std::array<int64_t, 4>{
+            s.difference.position, std::min(computed_before(s, r.losses.tick), s.difference.position),
+            !s.content->closed || s.content->closed > r.losses.tick, r.session && s.content->session == r.session};
     };
     each_other(r, [&](Sibling other) {
         const Content& content = *other.content;
@@ -97,8 +95,11 @@ Manager::Sibling Manager::longest_common(const Request& r, bool running) const {
         if (known && (content.digests.size() < known || content.digests[known - 1] != r.digests[known - 1])) return;
         other.links = common_links(r, content, best.links);
         other.difference = difference(r, content, other.links);
-        if (better(other)) best = other;
+        const bool goes_on = other.difference.kind != Difference::kEnd;
+        if (differing && goes_on && position(other) > position(*differing)) *differing = other;
+        if (!best.content || rank(other) > rank(best)) best = other;
     });
+    if (differing && position(*differing) < position(best)) *differing = {};
     return best;
 }
 

@@ -85,9 +85,9 @@ void Manager::give_up_unread(Request& r, int32_t group, int64_t told) {
 // After a step has ended, or tokens were told. Keys, kept positions and what is given up change with whole pieces only.
 void Manager::settle(Request& r) {
     const auto after = [](int64_t tokens, int64_t part) { return (tokens / part + 1) * part; };
-    r.next = {after(r.computed, key_piece_), after(std::min(r.computed, r.n_tokens), key_piece_),
-              r.foreign ? INT64_MAX : after(r.n_tokens, unit_)};
-    r.next_unread = next_unread(r);
+    r.settle_at = {after(r.computed, key_piece_), after(std::min(r.computed, r.n_tokens), key_piece_),
+                   r.foreign ? INT64_MAX : after(r.n_tokens, unit_)};
+    r.unread_at = unread_after(r);
     key_full_blocks(r);
     key_sparse(r);
     give_up_passed(r);
@@ -95,7 +95,7 @@ void Manager::settle(Request& r) {
 
 // The same where no more than a few blocks of transient groups can go.
 void Manager::settle_unread(Request& r) {
-    r.next_unread = next_unread(r);
+    r.unread_at = unread_after(r);
     const int64_t told = std::min(r.computed, r.n_tokens) / grid_ * grid_;
     for (const int32_t g : spans_)
         if (rules(g).transient) give_up_unread(r, g, told);
@@ -148,13 +148,24 @@ void Manager::commit_points(Request& r, std::vector<Point> plan, int64_t upto, i
     }
 }
 
-// A commit that completes no piece, and goes on in the state that is there: most decode steps.
+// One entry for each request of a step, however often it commits.
+void Manager::enter_step(Request& r, Step& step, int64_t upto) {
+    if (r.entry < step.entries.size())
+        if (Step::Entry& own = step.entries[r.entry]; own.handle == r.handle && own.run == r.run) {
+            own.upto = upto;
+            return;
+        }
+    step.entries.push_back({r.handle, r.run, upto});
+    r.entry = step.entries.size() - 1;
+}
+
+// A commit within a piece of what gets keys, that goes on in the state that is there: most decode steps.
 bool Manager::commit_within(Request& r, int64_t upto) {
     if (r.drafts || upto != r.granted || upto / key_piece_ != r.committed / key_piece_) return false;
     if (!states_.empty() && (r.plan.size() != 1 || r.plan[0].frozen || r.plan[0].pages != r.working.pages))
         return false;
     Step& step = steps_.back();
-    step.entries.push_back({r.handle, r.run, upto});
+    enter_step(r, step, upto);
     if (!states_.empty()) {
         r.plan_open = false;
         r.working.position = upto;
@@ -171,6 +182,7 @@ int32_t Manager::commit(int64_t handle, int64_t upto) {
     return KVC_OK;
 }
 
+// Any other: new pending keys, snapshots, guesses that were wrong.
 void Manager::commit_beyond(Request& r, int64_t upto) {
     Step& step = steps_.back();
     kept_.clear();
@@ -200,7 +212,7 @@ void Manager::commit_beyond(Request& r, int64_t upto) {
     }
     r.last_step = step.id;
     if (!states_.empty()) commit_points(r, std::move(plan), upto, step.id);
-    step.entries.push_back({r.handle, r.run, upto});
+    enter_step(r, step, upto);
     r.committed = upto;
     if (r.drafts) release_guesses(r, upto);
     if (whole_grants_ || r.drafts) r.granted = upto;
@@ -222,7 +234,7 @@ void Manager::release_guesses(Request& r, int64_t upto) {
 void Manager::reserve_settle(const Request& r, int64_t computed, int64_t tokens, Room* room) {
     size_t releases = r.points.size() * states_.size();
     for (const int32_t g : states_) room->keys[static_cast<size_t>(g)] += static_cast<int64_t>(r.points.size());
-    int64_t done = std::min({computed, tokens, r.key_limit});
+    const int64_t known = std::min({computed, tokens, r.key_limit});
     for (int32_t g = 0; g < n_groups_; ++g) {
         if (!rules(g).blocks()) continue;
         const Table& table = r.tables[static_cast<size_t>(g)];
@@ -237,9 +249,8 @@ void Manager::reserve_settle(const Request& r, int64_t computed, int64_t tokens,
         }
         if (!rules(g).span()) continue;
         releases += table.pages.size();
-        done = std::min(done, table.settled);
+        kept_between(r, table.settled, known, &kept_, GroupSet{1} << g);
     }
-    if (!spans_.empty()) kept_between(r, done, std::min({computed, tokens, r.key_limit}), &kept_);
     ++room->namespaces;
     for (int32_t g = 0; g < n_groups_; ++g)
         arena_.reserve_keys(g, room->keys[static_cast<size_t>(g)], room->namespaces);
@@ -265,7 +276,7 @@ int32_t Manager::end_step(int64_t id) {
         if (!r || r->run != entry.run || r->state != RequestState::kRunning) continue;
         const int64_t computed = std::max(r->computed, entry.upto);
         if (r->unsettled(computed, r->n_tokens)) reserve_settle(*r, computed, r->n_tokens, &room);
-        else if (computed >= r->next_unread) reserve_unread(*r, &room);
+        else if (computed >= r->unread_at) reserve_unread(*r, &room);
     }
     Step step = std::move(steps_.front());
     steps_.pop_front();
@@ -274,7 +285,7 @@ int32_t Manager::end_step(int64_t id) {
         if (!r || r->run != entry.run || r->state != RequestState::kRunning) continue;
         r->computed = std::max(r->computed, entry.upto);
         if (r->unsettled(r->computed, r->n_tokens)) settle(*r);
-        else if (r->computed >= r->next_unread) settle_unread(*r);
+        else if (r->computed >= r->unread_at) settle_unread(*r);
     }
     const std::vector<Release>& freed = step.releases;
     for (size_t i = 0; i < freed.size(); ++i) {

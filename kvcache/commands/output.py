@@ -50,7 +50,9 @@ def emit_json(value: object) -> None:
 def require_writable(path: str) -> None:
     """Said before minutes are spent, not after. `ConfigError` names `--output`."""
     target = Path(path)
-    folder = target.resolve().parent
+    folder = Path(
+        os.path.realpath(path)
+    ).parent  # Path.resolve raises RuntimeError for a link to itself
     if not path or target.is_dir():
         raise ConfigError(f"--output {path!r} is a folder: give the path of a file")
     if not folder.is_dir():
@@ -97,7 +99,9 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _replace(target: Path, data: bytes) -> None:
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    beside = target.with_name(
+        f".kvcache-{os.getpid()}.tmp"
+    )  # its own name may be as long as names can be
     try:
         with beside.open("wb") as stream:
             stream.write(data)

@@ -12,6 +12,7 @@ from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError, KVCacheError
 from kvcache.core.read_calls import ReadCalls
 from kvcache.core.records import GRANT_DTYPE
+from kvcache.core.values import flag
 
 Numbers = Sequence[int] | NDArray[np.integer]
 
@@ -38,7 +39,8 @@ class BatchCalls(ReadCalls):
 
         Args:
             commit: the newest step computes all of each grant: it is committed, too, before the
-                next request is asked for. Not with drafts.
+                next request is asked for. Not with drafts. Outside a step nothing is granted; where
+                memory runs out in between, that request's grant stands (`info`).
         """
         wanted = [arrays.flat(tokens, np.int64, "tokens")]
         if drafts is not None:
@@ -56,7 +58,7 @@ class BatchCalls(ReadCalls):
             rows,
             self._buffer("int64_t", wanted[0]),
             guesses,
-            bool(commit),
+            flag(commit, "commit"),
             len(rows),
             self._buffer("kvc_grant", grants),
         )

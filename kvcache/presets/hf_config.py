@@ -173,7 +173,8 @@ def _read(name: str, where: str, values: Mapping[str, object]) -> Model:
     types = _types(inner) + (_types(fields) if inner is not fields else [])
     model_type = next((t for t in types if t in _READERS), None)
     if model_type is None:
-        found = f"model type {', '.join(dict.fromkeys(types))}" if types else "no model_type"
+        named = ", ".join(shown(t) for t in dict.fromkeys(types))
+        found = f"model type {named}" if types else "no model_type"
         like = alike(types[0], known_types()) if types else ""
         raise fields.error(f"{found}{like}: what can be read is {', '.join(known_types())}")
     inner = inner.of_class(CLASS_DEFAULTS.get(model_type))

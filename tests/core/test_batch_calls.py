@@ -364,6 +364,10 @@ BAD: dict[str, tuple[Callable[[Manager, list[int]], Any], str]] = {
         lambda m, h: m.allocate_many(h, [1, 1], drafts=[1, 0], commit=True),
         "commit=True with drafts",
     ),
+    "a word in place of a flag": (
+        lambda m, h: m.allocate_many(h, [1, 1], commit="no"),
+        "commit is 'no'",
+    ),
     "ends for fewer": (lambda m, h: m.commit_many(h, [9]), "1 values for 2 handles"),
     "counts for fewer": (lambda m, h: m.extend_many(h, [1], counts=[1]), "1 values for 2 handles"),
     "one token too few": (lambda m, h: m.extend_many(h, [1]), "1 tokens .* add up to 2"),

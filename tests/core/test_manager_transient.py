@@ -136,3 +136,25 @@ def test_a_policy_that_names_a_position_too_late_gets_the_keys_that_are_there() 
     m.finish(handle)
     assert hit(m, [*text(16), 99]) == 0
     assert hit(m, [*text(32), 99]) == 32
+
+
+def test_of_blocks_of_one_token_a_decode_step_takes_what_need_tells() -> None:
+    """Not every token gets a page: what the entry being pooled reads begins anew with each entry."""
+    pool = PoolingState(name="p", layers=1, ratio=4, token_bytes=8, block_tokens=1)
+    m = Manager(Geometry((attention("a", 16), pool)), slabs=UNLIMITED, retention=Sparse())
+    handle = m.open(text(16), max_tokens=60)
+    m.lookup(handle)
+    step(m, handle, 16)
+    taken = []
+    for token in range(24):
+        m.extend(handle, [token])
+        before = sum(page >= 0 for page in m.block_table(handle, P))
+        need = m.need(handle, 1)[P]
+        number = m.begin_step()
+        end = granted(m.allocate(handle, 1)).end
+        assert sum(page >= 0 for page in m.block_table(handle, P)) == before + need
+        taken.append(need)
+        m.commit(handle, end)
+        m.end_step(number)
+        m.check()
+    assert {0, 1} == set(taken)

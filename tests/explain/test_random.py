@@ -186,14 +186,15 @@ def expect_differences(life: Life, found: Explanation) -> str:
             assert loss.end <= floor(best)
             assert loss.cause in {"not_stored", "evicted"}
             assert loss.evidence.other.handle in {o.handle for o in nearest}  # type: ignore[union-attr]
-    if any(len(other.tokens) == best for other in nearest) or best == len(own):
+    differing = {other for other in nearest if len(other.tokens) > best and best < len(own)}
+    if not differing:
         assert all(loss.cause == "not_stored" for loss in beyond)
         return "the end"
     for loss in beyond:
         if loss.cause == "tokens_differ":
             assert isinstance(loss.evidence, TokensDiffer)
             assert loss.evidence.position == best
-            (other,) = [o for o in nearest if o.handle == loss.evidence.other.handle]
+            (other,) = [o for o in differing if o.handle == loss.evidence.other.handle]
             assert loss.start == max(floor(best), start)
             assert loss.end == min(floor(len(other.tokens)), end)
             assert loss.evidence.own == tuple(own[best : best + 8])
@@ -201,7 +202,7 @@ def expect_differences(life: Life, found: Explanation) -> str:
             assert loss.evidence.before == tuple(own[max(best - 8, 0) : best])
             return "tokens"
     if floor(best) < end:
-        assert any(floor(len(other.tokens)) <= max(floor(best), start) for other in nearest)
+        assert any(floor(len(other.tokens)) <= max(floor(best), start) for other in differing)
     return "too short"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 from laws import cases
@@ -9,6 +10,8 @@ from laws.drive import compute, decode, open_request, replay
 from laws.engine import Engine
 from laws.grants import allocate
 from laws.pressure import Chain, Snapshot, release, squeeze
+
+from kvcache import ChunkedLocal, Dense, FullAttention, Geometry, Manager
 
 sizes = st.sampled_from(sorted(cases.ONE_SIZE))
 declared = st.lists(st.integers(0, 40), max_size=2)
@@ -191,3 +194,43 @@ def test_law_14_a_key_is_evicted_only_when_no_page_without_one_is_left(
         assert evicted == max(0, held_now - held - idle)
         before, held = there, held_now
     release(engine)
+
+
+CHUNKED = Geometry(
+    (
+        FullAttention(name="f", layers=1, kv_heads=1, head_dim=8, block_tokens=4),
+        ChunkedLocal(name="c", layers=1, kv_heads=1, head_dim=8, chunk_tokens=64, block_tokens=4),
+    )
+)
+
+
+@pytest.mark.parametrize("how", ["finished", "aborted while it loads"])
+def test_law_14_what_a_request_took_over_goes_tail_first_however_it_ends(how: str) -> None:
+    """A chunk of which each block serves a boundary: the hit shrinks block by block."""
+    tokens, hits = list(range(24)), []
+    for evicted in range(0, 10, 2):
+        manager = Manager(CHUNKED, slabs=20, retention=Dense())
+        first = manager.open([*tokens[:20], 99], max_tokens=40)
+        manager.lookup(first)
+        step = manager.begin_step()
+        grant = manager.allocate(first, 21)
+        assert grant is not None
+        manager.commit(first, grant.end)
+        manager.end_step(step)
+        manager.finish(first)
+        if how != "finished":
+            second = manager.open([*tokens, 99], max_tokens=40)
+            manager.lookup(second, [np.ones(6, np.uint8)] * 2)
+            grant = manager.allocate(second, 1)
+            assert grant is not None
+            assert grant.load
+            manager.abort(second)
+            manager.end_load(grant.load, np.zeros(grant.load_pages, np.uint8))
+        stranger = manager.open(range(1000, 1020 + 2 * evicted), max_tokens=40)
+        manager.lookup(stranger)
+        step = manager.begin_step()
+        grant = manager.allocate(stranger, 20 + 2 * evicted)
+        assert grant is not None
+        probe = manager.open([*tokens, 99])
+        hits.append(manager.lookup(probe).hit_tokens)
+    assert hits == [20, 16, 12, 8, 4]

@@ -39,6 +39,8 @@ REPLACED = (
     LAW + "18_guesses.py"
     "::test_law_18_pages_of_a_replaced_grant_are_handed_out_after_the_steps_that_may_compute_it"
 )
+TRANSIENT = "tests/core/test_manager_transient.py::"
+SHORT_WAY = "tests/core/test_decode_steps.py::test_the_short_way_leaves_what_the_long_way_leaves"
 TWINS = LAW + "14_twins.py::test_law_14_of_twins_the_tail_goes_before_the_head_whoever_leaves_last"
 
 MEMORY = [
@@ -157,9 +159,44 @@ MEMORY = [
     Mutant(
         "a window goes before the tail beyond it",
         "csrc/closing.cpp",
-        "filed_.push_back({loading ? r.granted : end, {g, page, Arena::kLru}});",
-        "filed_.push_back({loading ? r.granted : std::max(last, end), {g, page, Arena::kLru}});",
+        "filed_.push_back({end, {g, page, Arena::kLru}});",
+        "filed_.push_back({std::max(last, end), {g, page, Arena::kLru}});",
         (LAW + "14_order.py::test_law_14_holds_for_histories_that_share_heads",),
+    ),
+    Mutant(
+        "a token that needs no page gets one",
+        "csrc/allocate.cpp",
+        "(end > at + 1 || unpaged_tokens_)",
+        "(end > at + 1)",
+        (TRANSIENT + "test_of_blocks_of_one_token_a_decode_step_takes_what_need_tells",),
+    ),
+    Mutant(
+        "a decode step goes past a grid point in the state that it has",
+        "csrc/allocate.cpp",
+        "end / grid_ != at / grid_ || ",
+        "",
+        (SHORT_WAY,),
+    ),
+    Mutant(
+        "a decode step of the oldest request takes pages of its quota as any other",
+        "csrc/allocate.cpp",
+        "if (!(oldest ? arena_.secure_mine(wanted) : arena_.secure(wanted))) return false;",
+        "if (!arena_.secure(wanted)) return false;",
+        (CROWD,),
+    ),
+    Mutant(
+        "a block that only tokens read stays until the next grid point",
+        "csrc/steps.cpp",
+        "        else if (r->computed >= r->unread_at) settle_unread(*r);\n",
+        "",
+        (TRANSIENT + "test_a_decoding_request_holds_the_last_grid_point_s_block_and_two_more",),
+    ),
+    Mutant(
+        "blocks of a window count as confirmed while they wait for a position",
+        "csrc/keys.cpp",
+        "        if (table.pending > r.settled()) continue;  // they wait for a position to come\n",
+        "",
+        (SHORT_WAY,),
     ),
     Mutant(
         "state outlives the prefix that it needs",
