@@ -30,6 +30,11 @@ const char* Manager::check_request(const Request& r, std::vector<std::vector<int
     for (size_t g = 0; g < r.tables.size(); ++g)
         if (groups_[g].full() && r.tables[g].keyed > r.tables[g].end()) return "more keys are settled than blocks";
     if (r.state != RequestState::kRunning) return nullptr;
+    for (int32_t g = 0; g < n_groups_; ++g) {
+        const Table& table = r.tables[static_cast<size_t>(g)];
+        if (rules(g).blocks() && table.end() != std::max(rules(g).blocks_upto(r.granted), table.first))
+            return "a table does not end with the grant";
+    }
     const int64_t told = std::min(r.computed, r.n_tokens) / grid_ * grid_;
     for (const int32_t g : spans_) {
         const Table& table = r.tables[static_cast<size_t>(g)];

@@ -96,7 +96,7 @@ void Lives::progress() {
     const int64_t start = info.state == 0 ? look_up(handle) : info.committed;
     const int64_t known = info.n_tokens - start;
     if (known <= 0) return extend(handle, random_.between(1, 4));
-    const int64_t n = random_.chance(60) ? known : random_.between(1, known);
+    const int64_t n = random_.chance(10) ? 0 : random_.chance(60) ? known : random_.between(1, known);
     const int64_t drafts = n == known && random_.chance(50) ? random_.between(1, 4) : 0;  // maybe too many
     if (random_.chance(10)) {
         std::array<int64_t, 4> pages{};
@@ -115,7 +115,7 @@ void Lives::progress() {
     if (status == KVC_NO_SPACE) return make_space();
     if (status != KVC_OK) return;
     if (grant.load) return twins_.loads.push_back(grant.load);
-    if (random_.chance(90)) commit(handle, grant, std::min(grant.start + n, grant.end));
+    if (n && random_.chance(90)) commit(handle, grant, std::min(grant.start + n, grant.end));
 }
 
 // Some of the guesses are rejected; the others become known, and one token more.
