@@ -92,6 +92,26 @@ def test_a_close_that_runs_out_of_time_says_so(
     assert publisher.close(DEADLINE)
 
 
+def test_a_batch_that_arrives_has_been_counted_and_can_be_replayed(
+    context: zmq.Context, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EventPublisher(f"{at}/live", replay_endpoint=f"{at}/replay", context=context) as publisher:
+        pub, seen = publisher._sockets.pub, []
+
+        class Watched:
+            def send_multipart(self, frames: tuple[bytes, ...]) -> None:
+                stats = publisher.stats()
+                seen.append((stats.batches, stats.buffered_batches))
+                pub.send_multipart(frames)
+
+        monkeypatch.setattr(publisher._sockets, "pub", Watched())
+        for n in range(3):
+            assert publisher.publish([event(n)])
+        assert publisher.flush(DEADLINE)
+        monkeypatch.undo()
+    assert seen == [(1, 1), (2, 2), (3, 3)]
+
+
 def test_a_connection_that_ends_early_waits_for_nobody(context: zmq.Context, at: str) -> None:
     """ZeroMQ's default is to wait for ever, and `close` comes too late for what ended before."""
     with (

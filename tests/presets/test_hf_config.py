@@ -225,7 +225,7 @@ def test_a_deepseek_v4_of_windows_alone_has_one_group() -> None:
 def test_an_unknown_type_is_named_with_the_known_ones() -> None:
     with pytest.raises(InputError, match=r"model type 'gpt-17': what can be read is deepseek_v2, "):
         read_hf_config({**LLAMA, "model_type": "gpt-17"})
-    with pytest.raises(InputError, match=r"qwen3-moe \(did you mean 'qwen3_moe'\?\): what can"):
+    with pytest.raises(InputError, match=r"'qwen3-moe' \(did you mean 'qwen3_moe'\?\): what can"):
         read_hf_config({**LLAMA, "model_type": "qwen3-moe"})
     with pytest.raises(InputError, match=r"model type 'GptForCausalLM': what can be read is"):
         read_hf_config({"architectures": ["GptForCausalLM"]})

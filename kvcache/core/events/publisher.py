@@ -288,8 +288,11 @@ class EventPublisher:
             self._unencodable += 1
             self._seq += 1
         for payload in payloads:
-            self._sockets.pub.send_multipart((self._topic, self._seq.to_bytes(8, "big"), payload))
+            number = self._seq.to_bytes(8, "big")
             self._buffer.append(self._seq, payload)
             self._batches += 1
             self._bytes += len(payload)
             self._seq += 1
+            self._sockets.pub.send_multipart(
+                (self._topic, number, payload)
+            )  # counted, once it is there
