@@ -27,6 +27,10 @@ MOST_REPEATS = 1000
 Progress = Callable[[str], None]
 
 
+QUICK = {"tokens": 65_536, "repeats": 3}
+"""Settings of a run that takes seconds: to see that it works, not what it costs."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HashBench:
     """What to measure. `tokens`: length of the prompt."""

@@ -112,7 +112,8 @@ def describe(report: dict[str, Any]) -> Sequence[str]:
         f" {report['decode_requests']} at {report['decode_context']} tokens; medians of CPU seconds,"
         f" one thread, {about['processor']}, load {about['load_average']:.1f}"
     )
-    beside = f"{_peer_title(peer):>14}{'ratio':>9}{'at least':>10}" if peer else ""
+    full = report["tokens"] >= FULL_TOKENS  # what is aimed at holds there
+    beside = f"{_peer_title(peer):>14}{'ratio':>9}{'at least' if full else '':>10}" if peer else ""
     lines = [settings, f"{'':52}{'ours':>12}{beside}"]
     ratios, targets = report["ratios"], report["targets"]
     for name, text in ABOUT.items():
@@ -122,9 +123,9 @@ def describe(report: dict[str, Any]) -> Sequence[str]:
         if peer:
             line += f"{_cell(row, PEER):>14}"
             line += f"{ratios[name]:9.1f}" if name in ratios else f"{'':9}"
-            line += f"{target:10g}" if target else ""
+            if full and target:
+                line += f"{target:10g}" + ("  missed" if ratios.get(name, target) < target else "")
         lines.append(line.rstrip())
-    full = report["tokens"] >= FULL_TOKENS
     aim = f"at most {report['limits']['linearity']:g}" if full else "no aim at this size"
     lines.append(f"2N tokens in chunks take {report['linearity']:.2f} times as long as N ({aim})")
     for side, parts in report["bytes_per_block"].items():

@@ -113,6 +113,8 @@ class Replay:
             journal=self._state_group is not None,
             seed=settings.seed,
         )
+        self.lines: dict[int, int] = {}
+        """Of the file, by the handle of the request: explanations name handles."""
         self._ideal = IdealCache(unit, self._geometry.grid_tokens)
         self._oracle = self._make_oracle() if settings.oracle else None
         self._totals = Totals()
@@ -143,6 +145,7 @@ class Replay:
         digests = foreign_digests(keys)
         started = thread_time()
         handle = self._open(request, digests)
+        self.lines[handle] = request.line
         hit = self._manager.lookup(handle)
         looked_up = thread_time()
         explanation = self._manager.explain(handle)
@@ -198,15 +201,12 @@ class Replay:
 
     def _open(self, request: TraceRequest, digests: NDArray[np.uint8]) -> int:
         tokens = request.prompt_tokens + request.output_tokens
-        who = f"line {request.line}"
-        if request.session:
-            who += f", {request.session}/{request.agent}"
         try:
             return self._manager.open_foreign(
                 digests,
                 prompt_tokens=request.prompt_tokens,
                 max_tokens=tokens,
-                session=who,
+                session=f"{request.session}/{request.agent}" if request.session else "",
             )
         except CapacityError as error:
             slabs = self._geometry.slabs_needed(tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from kvcache.bench.byte_lru_pages import PageSizes, SpanPages
 from kvcache.core.errors import ConfigError
@@ -87,6 +88,17 @@ class ReplaySettings:
     def policy(self) -> RetentionPolicy:
         """The retention policy."""
         return Dense() if self.retention_tokens is None else Sparse(self.retention_tokens)
+
+
+def fitting_block(least: int, **serving: Any) -> int:
+    """The smallest of `least`, twice that, and so on that the model can have; `least` if none can."""
+    for factor in (1, 2, 4, 8, 16):
+        try:
+            ReplaySettings(block_tokens=factor * least, **serving)
+        except ConfigError:
+            continue
+        return factor * least
+    return least
 
 
 def kv_bytes_per_grid(geometry: Geometry) -> int:

@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_engine(_Options(parser, owners, ("engine",), "the paged engine against a dense forward"))
     _add_agents(_Options(parser, owners, ("agents",), "agent traces through our block manager"))
     _add_manager(_Options(parser, owners, ("manager",), "what the block manager costs"))
+    quick = _Options(parser, owners, ("hash", "manager"), "to see that it works, not what it costs")
+    quick.add(
+        "--quick",
+        action="store_true",
+        help="65,536 tokens, 3 repeats (manager: 64 requests), where nothing else is said",
+    )
 
 
 class _Options:
@@ -137,11 +143,6 @@ def _add_manager(options: _Options) -> None:
     options.add(
         "--requests", type=whole_number, metavar="N", help="requests of a decode step (256)"
     )
-    options.add(
-        "--quick",
-        action="store_true",
-        help="65,536 tokens, 64 requests, 3 repeats, where nothing else is said",
-    )
 
 
 def _engine(
@@ -185,7 +186,8 @@ def _hash(
     given: dict[str, Any], seed: int, progress: Callable[[str], None]
 ) -> tuple[dict[str, Any], Sequence[str]]:
     bench = importlib.import_module("kvcache.bench.hash")
-    report = bench.run_hash_bench(bench.HashBench(seed=seed, **given), progress)
+    settings = {**(bench.QUICK if given.pop("quick", False) else {}), **given}
+    report = bench.run_hash_bench(bench.HashBench(seed=seed, **settings), progress)
     return report, bench.describe(report)
 
 

@@ -6,6 +6,7 @@ import argparse
 import heapq
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvcache.bench.traces import TraceRequest
@@ -14,7 +15,7 @@ from kvcache.commands.output import Progress, emit_json
 from kvcache.commands.replay import add_trace_arguments, open_replay
 from kvcache.core.errors import ConfigError
 from kvcache.core.explain_words import lines
-from kvcache.core.explanation import Explanation, LastBlock, NotStored
+from kvcache.core.explanation import Explanation, LastBlock, NotStored, Other
 
 HELP = (
     "Replays a trace through the block manager and says why tokens were no hit: sums by cause, and the"
@@ -127,7 +128,10 @@ def run(args: argparse.Namespace) -> int:
             f"--request {args.request}: none of the {count} replayed requests of {args.trace} is on"
             " that line"
         )
-    shown = [explained for _, _, explained in sorted(worst, reverse=True)]
+    shown = [
+        explained._replace(explanation=by_line(explained.explanation, replay.lines))
+        for _, _, explained in sorted(worst, reverse=True)
+    ]
     report = replay.report() | {
         "shown": [explained.values() for explained in shown],
         "wall_seconds": time.perf_counter() - started,
@@ -138,6 +142,19 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write("\n".join(describe(report, shown)) + "\n")
         sys.stdout.flush()
     return 0
+
+
+def by_line(explanation: Explanation, lines: Mapping[int, int]) -> Explanation:
+    """Other requests have their lines of the file for handles, as `--request` takes them."""
+    losses = []
+    for loss in explanation.losses:
+        named: dict[str, Any] = {
+            field: value._replace(handle=lines.get(value.handle, 0))
+            for field, value in loss.evidence._asdict().items()
+            if isinstance(value, Other)
+        }
+        losses.append(loss._replace(evidence=loss.evidence._replace(**named)))
+    return explanation._replace(losses=tuple(losses))
 
 
 def describe(report: dict[str, Any], shown: list[Explained]) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvcache.bench.replay import Replay
-from kvcache.bench.replay_settings import DEFAULT_PRESET, ReplaySettings
+from kvcache.bench.replay_settings import DEFAULT_PRESET, ReplaySettings, fitting_block
 from kvcache.bench.traces import LaneSettings, TraceRequest, open_trace
 from kvcache.commands.numbers import SUFFIXES, pool_size, retention, token_count, whole_number
 from kvcache.commands.output import (
@@ -85,7 +85,8 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-tokens",
         type=token_count,
         metavar="N",
-        help=f"tokens per page, a multiple of the trace's block (default: that block); {SUFFIXES}",
+        help="tokens per page, a multiple of the trace's block (default: that block, or the smallest"
+        f" multiple that the model can have); {SUFFIXES}",
     )
     parser.add_argument(
         "--pool-tokens",
@@ -97,9 +98,10 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--retention",
         type=retention,
+        default=0,
         metavar="dense|0|N",
         help="recurrent states and windows to keep: all, the reusable ones, or also every N tokens"
-        " (default: dense)",
+        " (default: 0, the reusable ones)",
     )
     parser.add_argument(
         "--lanes",
@@ -127,13 +129,14 @@ def open_replay(
     """A replay as `add_trace_arguments` describes it, and the requests to serve."""
     lanes = lane_settings(args)
     trace = open_trace(args.trace)
+    serving = {"preset": args.preset, "tp": args.tp, "dcp": args.dcp, "kv_dtype": args.kv_dtype}
+    block_tokens = args.block_tokens
+    if block_tokens is None:
+        block_tokens = fitting_block(trace.block_tokens, **serving)
     settings = ReplaySettings(
-        block_tokens=trace.block_tokens if args.block_tokens is None else args.block_tokens,
+        block_tokens=block_tokens,
         pool_tokens=args.pool_tokens,
-        preset=args.preset,
-        tp=args.tp,
-        dcp=args.dcp,
-        kv_dtype=args.kv_dtype,
+        **serving,
         retention_tokens=args.retention,
         movable=not args.no_moves,
         oracle=oracle,

@@ -92,17 +92,27 @@ def test_the_peer_stands_beside_ours(pretended: Callable[..., dict[str, Any]]) -
 
 def test_people_get_a_line_for_each_work(pretended: Callable[..., dict[str, Any]]) -> None:
     report = run(**pretended())
-    lines = describe({**report, "peer": {"vllm": "0.0"}})
-    assert lines[1].split() == ["ours", "vLLM", "0.0", "ratio", "at", "least"]
+    report = {**report, "peer": {"vllm": "0.0"}}
+    lines = describe(report)
+    assert lines[1].split() == ["ours", "vLLM", "0.0", "ratio"]
     for line, text in zip(lines[2:], ABOUT.values(), strict=False):
         assert line.startswith(text)
-    (lookup,) = (line for line in lines if line.startswith("full-hit"))
-    assert lookup.split()[-1] == "20"
     assert lines[-1].startswith("bytes for each block, peer: pool ")
     assert any("as long as N (no aim at this size)" in line for line in lines)
-    (verdict,) = (
-        text for text in describe({**report, "tokens": 1_000_000}) if text.startswith("2N")
-    )
+
+
+def test_only_a_run_of_full_size_is_held_against_what_is_aimed_at(
+    pretended: Callable[..., dict[str, Any]],
+) -> None:
+    report = run(**pretended())
+    ratios = {**report["ratios"], "lookup_hit_1m_b16": 20.0, "free_1m_b16": 19.9}
+    lines = describe({**report, "peer": {"vllm": "0.0"}, "ratios": ratios, "tokens": 1_000_000})
+    assert lines[1].split() == ["ours", "vLLM", "0.0", "ratio", "at", "least"]
+    (lookup,) = (line for line in lines if line.startswith("full-hit"))
+    (free,) = (line for line in lines if line.startswith("free"))
+    assert lookup.split()[-2:] == ["20.0", "20"]
+    assert free.split()[-3:] == ["19.9", "20", "missed"]
+    (verdict,) = (line for line in lines if line.startswith("2N"))
     assert verdict.endswith("as long as N (at most 2.2)")
 
 
@@ -284,15 +294,18 @@ def test_the_verb_writes_one_json_object(
 
 
 def test_a_quick_run_is_small_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[ManagerBench] = []
+    seen: list[object] = []
 
-    def keep(bench: ManagerBench, _: object) -> NoReturn:
+    def keep(bench: object, _: object) -> NoReturn:
         seen.append(bench)
         raise ConfigError("enough")
 
     monkeypatch.setattr(manager, "run_manager_bench", keep)
     assert cli.main(["bench", "manager", "--quick", "--tokens", "2048", "--seed", "3"]) == 2
     assert seen == [ManagerBench(tokens=2048, requests=64, repeats=3, seed=3)]
+    monkeypatch.setattr(hash_bench, "run_hash_bench", keep)
+    assert cli.main(["bench", "hash", "--quick", "--repeats", "2"]) == 2
+    assert seen[1:] == [hash_bench.HashBench(tokens=65_536, repeats=2)]
 
 
 @pytest.mark.parametrize(
@@ -308,7 +321,7 @@ def test_a_quick_run_is_small_unless_told_otherwise(monkeypatch: pytest.MonkeyPa
         (["hash", "--tokens", "8"], "--tokens is 8: give a number from 256"),
         (["hash", "--repeats", "0"], "--repeats is 0"),
         (["hash", "--peer-python", "x"], "--peer-python without --peer"),
-        (["hash", "--quick"], "--quick is an option of `bench manager`, not of `bench hash`"),
+        (["engine", "--quick"], "--quick is an option of `bench hash` and `bench manager`, not of"),
         (["engine", "--peer", "vllm"], "`bench agents` and `bench hash` and `bench manager`"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 from replays.command import run
 from replays.naive import BLOCK, naive_lru, random_trace, write_trace
 
+from kvcache.bench.replay_settings import fitting_block
 from kvcache.bench.traces import TraceRequest
 from kvcache.commands.numbers import pool_size, retention, token_count
 
@@ -67,7 +68,7 @@ def test_json_is_one_object_with_all_figures(
         "pool_tokens": 10_240,
         "leaked_blocks": 0,
     }
-    expected |= {"retention": "dense", "seed": 7, "checks": 61, "preemptions": 0}
+    expected |= {"retention": 0, "seed": 7, "checks": 61, "preemptions": 0}
     assert report == report | expected
     assert report["hit_tokens"] == sum(naive_lru(random_trace(5), 1, 20))
     assert report["hit_rate"] == report["hit_tokens"] / report["prompt_tokens"]
@@ -122,6 +123,13 @@ def test_without_json_a_table_is_printed(trace: Path, capsys: pytest.CaptureFixt
     assert "hit rate" in out
     assert "states kept" in out
     assert len(out.splitlines()) < 20
+
+
+@pytest.mark.parametrize(
+    ("preset", "tokens"), [("llama-3-8b", 64), ("deepseek-v4-pro", 128), ("kimi-k3", 64)]
+)
+def test_pages_are_as_small_as_the_trace_and_the_model_allow(preset: str, tokens: int) -> None:
+    assert fitting_block(64, preset=preset) == tokens
 
 
 def test_output_is_the_same_json_as_on_stdout(

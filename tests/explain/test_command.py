@@ -69,3 +69,15 @@ def test_a_wild_number_of_requests_is_refused(
     status, _, err = run(capsys, "explain", trace, f"--top={top}")
     assert status == 2
     assert f"--top is {top}: it must be from 0 to 10000" in err
+
+
+def test_other_requests_are_named_by_their_lines(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = run(capsys, "explain", trace, "--json", "--top", 60)
+    assert status == 0
+    report = json.loads(out)
+    evidence = [loss["evidence"] for shown in report["shown"] for loss in shown["losses"]]
+    others = [e["other"]["handle"] for e in evidence if e.get("other")]
+    assert len(others) > 5
+    assert all(1 <= line <= report["requests"] for line in others)

@@ -59,3 +59,15 @@ def test_live_sessions_with_states_in_a_small_arena_add_up(trace_dir: Path) -> N
     )
     lost = report["lost_tokens_by_cause"]
     assert min(lost["evicted"], lost["no_state"], lost["not_stored"]) > 0
+
+
+NEW = ("not_stored", "tokens_differ")
+
+
+def test_what_is_new_does_not_grow_as_the_pool_shrinks(trace_dir: Path) -> None:
+    """What the table of evicted keys has forgotten is known from the trace."""
+    news = {}
+    for pool_tokens in (None, 5_120_000, 400_000):
+        report = replay(trace_dir / MOONCAKE, block_tokens=512, pool_tokens=pool_tokens)
+        news[pool_tokens] = sum(report["lost_tokens_by_cause"][cause] for cause in NEW)
+    assert news[400_000] == news[5_120_000] == news[None] > 0
