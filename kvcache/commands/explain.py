@@ -107,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
     """Replay and explain; 0 unless the request is not there."""
     if not 0 <= args.top <= MOST_TOP:
         raise ConfigError(f"--top is {args.top}: it must be from 0 to {MOST_TOP}")
+    if args.request is not None and args.request < 1:
+        raise ConfigError(f"--request is {args.request}: lines count from 1")
     started = time.perf_counter()
     replay, requests = open_replay(args)
     worst: list[tuple[int, int, Explained]] = []
@@ -124,9 +126,10 @@ def run(args: argparse.Namespace) -> int:
                 entry = (explained.avoidable, -count, explained)
                 (heapq.heappush if len(worst) < args.top else heapq.heappushpop)(worst, entry)
     if args.request is not None and not worst:
+        there = replay.lines.values()
         raise ConfigError(
             f"--request {args.request}: none of the {count} replayed requests of {args.trace} is on"
-            " that line"
+            f" that line; they are on lines {min(there, default=0)} to {max(there, default=0)}"
         )
     shown = [
         explained._replace(explanation=by_line(explained.explanation, replay.lines))

@@ -145,8 +145,10 @@ def _key_differs(e: KeyDiffers, *_: object) -> str:
             parts.append("the salt")
         else:
             parts.append(f"{field.name} ({field.own!r} here, {field.others!r} there)")
+    one = len(parts) == 1 and e.fields[0].name != "media"
     return (
-        f"{name(e.other)} had the same tokens under another key: {' and '.join(parts)} differ;"
+        f"{name(e.other)} had the same tokens under another key: {' and '.join(parts)}"
+        f" {'differs' if one else 'differ'};"
         " requests share prefixes only where all of that is equal"
     )
 
