@@ -158,5 +158,7 @@ def _said(chosen: Candidate | None, candidates: tuple[Candidate, ...], cache: st
         return f"Any interval costs more hits in {cache} than it saves"
     return (
         f"One every {chosen.interval_tokens:,} tokens saves {chosen.saved_tokens:,} recomputed"
-        f" tokens, and what is in flight costs {chosen.cost_tokens:,.0f} in {cache}"
+        f" tokens, and what is in flight costs {chosen.cost_tokens:,.0f} in {cache}; those of idle"
+        " sessions are the first to be evicted: the column `cached` counts them, a full cache does"
+        " without"
     )

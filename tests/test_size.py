@@ -371,7 +371,7 @@ def test_broken_files_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     path.write_text("{")
     assert "is not JSON" in refused(capsys, str(path))
     path.write_text(json.dumps({"model_type": "gpt-17"}))
-    assert "model type gpt-17: what can be read is" in refused(capsys, str(path))
+    assert "model type 'gpt-17': what can be read is" in refused(capsys, str(path))
     trace = tmp_path / "trace.jsonl"
     trace.write_text("{}\n")
     assert "line 1" in refused(capsys, "kimi-k3", "--trace", str(trace))
