@@ -4,7 +4,7 @@ import random
 from contextlib import suppress
 
 import pytest
-from engine.rig import Failing, Rig, rig, tokens
+from engine.rig import DRAIN_SECONDS, Failing, Rig, rig, tokens
 from engine.stamp_runner import VOCAB, expected_output, stamp_geometry
 
 from kvcache import (
@@ -92,6 +92,8 @@ def test_random_steps_leak_no_block(
         play = Play(r, rng)
         for step in range(steps):
             play.act()
+            if step % 11 == 0 and r.offload is not None:  # now and then all that was copied is there
+                assert r.offload.drain(DRAIN_SECONDS)
             if step % 97 == 0:
                 r.manager.check()
         play.take(list(r.engine.stream()))

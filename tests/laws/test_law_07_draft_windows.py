@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, strategies as st
 from laws import cases
 from laws.drive import ONE_CHUNK, compute, found_keys, open_request
@@ -101,14 +102,25 @@ def test_law_07_draft_windows_get_the_same_keys_however_late_their_tokens_are_to
     assert late == at_once
 
 
-def test_law_07_blocks_of_a_kept_position_get_their_keys_when_it_is_reached() -> None:
-    """Not when the step ends that wrote them, though the position's last block still has no key."""
-    geometry = cases.geometry(cases.full("a", 8), cases.window("d", 24, 8, draft=1))
+@pytest.mark.parametrize(
+    ("window", "ends", "expected"),
+    [
+        (24, (24, 36), [[], [1, 2]]),
+        (48, (40, 68), [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]]),
+    ],
+)
+def test_law_07_blocks_of_a_kept_position_get_their_keys_when_it_is_reached(
+    window: int, ends: tuple[int, int], expected: list[list[int]]
+) -> None:
+    """Not when the step ends that wrote them, though the position's last block still has no key;
+    nor when a kept position before it is reached.
+    """
+    geometry = cases.geometry(cases.full("a", 8), cases.window("d", window, 8, draft=1))
     manager = Manager(geometry, slabs=100, retention=Sparse(32))
-    request = manager.open(range(36), max_tokens=64)
+    request = manager.open(range(ends[-1]), max_tokens=128)
     manager.lookup(request)
     steps = []
-    for upto in (24, 36):
+    for upto in ends:
         steps.append(manager.begin_step())
         manager.allocate(request, upto - manager.info(request).committed)
         manager.commit(request, upto)
@@ -117,4 +129,4 @@ def test_law_07_blocks_of_a_kept_position_get_their_keys_when_it_is_reached() ->
         manager.end_step(step)
         keys = manager.group_digests(request)[1]
         found.append([b for b, key in enumerate(keys) if manager.find_key(1, key.tobytes()) >= 0])
-    assert found == [[], [1, 2]]
+    assert found == expected
