@@ -92,7 +92,9 @@ def test_random_steps_leak_no_block(
         play = Play(r, rng)
         for step in range(steps):
             play.act()
-            if step % 11 == 0 and r.offload is not None:  # now and then all that was copied is there
+            if (
+                step % 11 == 0 and r.offload is not None
+            ):  # now and then all that was copied is there
                 assert r.offload.drain(DRAIN_SECONDS)
             if step % 97 == 0:
                 r.manager.check()
