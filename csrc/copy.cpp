@@ -4,9 +4,7 @@
 // only above about 3/4 of the last-level cache per call. Streaming stores save that read.
 #include <algorithm>
 #include <bit>
-#include <cstdlib>
 #include <cstring>
-#include <string_view>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -14,10 +12,12 @@
 #endif
 
 #include "error.h"
+#include "vector_path.h"
 
 namespace {
 
 using kvc::fail;
+using kvc::VectorPath;
 using Longs = long long;
 
 // ---- moving bytes ---------------------------------------------------------------------------------------------------
@@ -25,8 +25,6 @@ using Longs = long long;
 constexpr uint64_t kLine = 64;          // streaming stores write whole cache lines
 constexpr uint64_t kBlock = 256;        // bytes per round of the loops below
 constexpr uint64_t kStreamFrom = 1024;  // below, setting up costs more than the saved reads
-
-enum class Path { kMemcpy, kAvx2, kAvx512 };
 
 #if defined(__x86_64__)
 
@@ -52,17 +50,8 @@ enum class Path { kMemcpy, kAvx2, kAvx512 };
     }
 }
 
-// KVCACHE_COPY_PATH=avx2 or memcpy asks for less than the CPU can do: for tests and for comparison.
-Path choose_path() {
-    const char* setting = std::getenv("KVCACHE_COPY_PATH");
-    const std::string_view wanted = setting ? setting : "";
-    if (wanted == "memcpy") return Path::kMemcpy;
-    if (__builtin_cpu_supports("avx512f") && wanted != "avx2") return Path::kAvx512;
-    return __builtin_cpu_supports("avx2") ? Path::kAvx2 : Path::kMemcpy;
-}
-
-void stream_blocks(Path path, uint8_t* to, const uint8_t* from, uint64_t blocks) {
-    if (path == Path::kAvx512) stream_avx512(to, from, blocks);
+void stream_blocks(VectorPath path, uint8_t* to, const uint8_t* from, uint64_t blocks) {
+    if (path == VectorPath::kAvx512) stream_avx512(to, from, blocks);
     else stream_avx2(to, from, blocks);
 }
 
@@ -70,20 +59,15 @@ void fence() { _mm_sfence(); }
 
 #else
 
-Path choose_path() { return Path::kMemcpy; }
-void stream_blocks(Path, uint8_t*, const uint8_t*, uint64_t) {}
+void stream_blocks(VectorPath, uint8_t*, const uint8_t*, uint64_t) {}
 void fence() {}
 
 #endif
 
-Path path() {
-    static const Path chosen = choose_path();
-    return chosen;
-}
-
 // Streams the whole cache lines of the destination, copies the ends as libc does. True: a fence is owed.
 bool move(uint8_t* to, const uint8_t* from, uint64_t bytes) {
-    if (path() == Path::kMemcpy || bytes < kStreamFrom) {
+    const VectorPath path = kvc::vector_path();
+    if (path == VectorPath::kPortable || bytes < kStreamFrom) {
         std::memcpy(to, from, bytes);
         return false;
     }
@@ -91,7 +75,7 @@ bool move(uint8_t* to, const uint8_t* from, uint64_t bytes) {
     const uint64_t blocks = (bytes - head) / kBlock;
     const uint64_t done = head + blocks * kBlock;
     std::memcpy(to, from, head);
-    stream_blocks(path(), to + head, from + head, blocks);
+    stream_blocks(path, to + head, from + head, blocks);
     std::memcpy(to + done, from + done, bytes - done);
     return true;
 }
@@ -258,7 +242,7 @@ extern "C" {
 
 const char* kvc_copy_path(void) {
     constexpr const char* kNames[] = {"memcpy", "avx2", "avx512"};
-    return kNames[static_cast<int>(path())];
+    return kNames[static_cast<int>(kvc::vector_path())];
 }
 
 int32_t kvc_copy(const kvc_segment* segments, int64_t n_segments, const int32_t* src, const int32_t* dst,

@@ -1,4 +1,4 @@
-/* The C ABI of the kvcache core: hashing, page pools, the block manager, host copies.
+/* The C ABI of the kvcache core: hashing, page pools, the block manager, host copies, page files.
  *
  * This header is also the cffi cdef: preprocessor lines are dropped, the rest is parsed verbatim, so keep to plain
  * declarations. Rules of the ABI:
@@ -462,6 +462,44 @@ typedef struct {
 const char* kvc_copy_path(void); /* "avx512", "avx2" or "memcpy" */
 int32_t kvc_copy(const kvc_segment* segments, int64_t n_segments, const int32_t* src, const int32_t* dst,
                  int64_t n_pairs);
+
+/* ---- page files --------------------------------------------------------------------------------------------------
+ *
+ * One page, one file: the caller's head and a checksum of everything in the first 4096 bytes, then the page, both filled
+ * up with zeros to multiples of 4096. A file appears under its name complete or not at all. A loss of power may leave
+ * one with other bytes unless it was written with durable = 1: reading notices. */
+
+/* XXH3, 128 bits, of 241 bytes or more, as its canonical form writes it. Against damage, not against malice. */
+int32_t kvc_checksum(const uint8_t* data, int64_t n_bytes, uint8_t* digest);
+
+enum kvc_page_fault {
+    KVC_PAGE_LENGTH = -1,   /* cut short, or no file */
+    KVC_PAGE_HEAD = -2,     /* of another page, layout or version */
+    KVC_PAGE_CHECKSUM = -3, /* bytes changed */
+};
+typedef struct {
+    int32_t folder;  /* descriptor of the folder that names are relative to */
+    int32_t direct;  /* 1: past the kernel's cache (O_DIRECT), where the file system can */
+    int32_t durable; /* 1: written files outlive a loss of power */
+    int32_t threads; /* at most so many, the caller's among them */
+    int64_t page_bytes;
+    int64_t head_bytes; /* of one head: at most kvc_page_head_bytes() */
+    int64_t name_bytes; /* of one name, filled up with zeros, at least one */
+} kvc_page_files;
+int64_t kvc_page_head_bytes(void);
+int64_t kvc_page_file_bytes(int64_t page_bytes); /* 0 where page_bytes cannot be */
+/* Page i lies at pages[i], goes to name i with head i, and is of times[i] (nanoseconds since 1970). Files are made as
+ * `temporary` followed by the number of the page and renamed: no two calls at once with one `temporary`. outcomes[i]: 0, or
+ * an errno, and then there is no new file. After the first that finds no space (ENOSPC, EDQUOT) the rest is not tried. */
+int32_t kvc_page_files_write(const kvc_page_files* files, const char* temporary, const char* names,
+                             const uint8_t* heads, const uint64_t* pages, const int64_t* times, int64_t n,
+                             int32_t* outcomes);
+/* outcomes[i]: 0 where the file has this head and is whole; its page is at pages[i] then, and the file of times[i]. An
+ * errno. Or a kvc_page_fault, and then the file is removed. Where it is not 0, the bytes at pages[i] are anything. */
+int32_t kvc_page_files_read(const kvc_page_files* files, const char* names, const uint8_t* heads, const uint64_t* pages,
+                            const int64_t* times, int64_t n, int32_t* outcomes);
+/* outcomes[i]: 0, also where there is none, or an errno. */
+int32_t kvc_page_files_remove(const kvc_page_files* files, const char* names, int64_t n, int32_t* outcomes);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

@@ -70,6 +70,10 @@ constexpr const char* kFunctions[] = {
     "kvc_clear_namespaces",
     "kvc_check",
     "kvc_copy",
+    "kvc_checksum",
+    "kvc_page_files_write",
+    "kvc_page_files_read",
+    "kvc_page_files_remove",
 };
 
 void print(const fuzz::Tally& tally) {
@@ -99,7 +103,9 @@ int main(int argc, char** argv) {
         fuzz::fuzz_pool(seed, kOperationsOfManager, &tally);
         for (uint64_t i = 0; i < 8; ++i) fuzz::fuzz_copy(seed * 8 + i, &tally);
         fuzz::fuzz_hash(seed, &tally);
+        fuzz::fuzz_files(seed, &tally);
     }
+    if (kvc_page_file_bytes(kvc_page_head_bytes()) != 8192 || kvc_page_file_bytes(-1)) return 1;
     print(tally);
     if (operations < 100'000) return 0;
     for (const char* function : kFunctions)

@@ -1,4 +1,4 @@
-// Fuzzers of what needs no manager: page pools, hashing, host copies.
+// Fuzzers of what needs no manager: page pools, hashing, host copies, page files.
 #pragma once
 
 #include "fuzz.h"
@@ -8,5 +8,6 @@ namespace fuzz {
 void fuzz_pool(uint64_t seed, int64_t operations, Tally* tally);
 void fuzz_hash(uint64_t seed, Tally* tally);
 void fuzz_copy(uint64_t seed, Tally* tally);
+void fuzz_files(uint64_t seed, Tally* tally);
 
 }  // namespace fuzz

@@ -110,7 +110,38 @@ std::vector<Case> hash_and_copy_cases(Rig& r) {
              return kvc_copy(&segment, 1, no, no, 1);
          }},
         {"kvc_copy, nothing", KVC_OK, [] { return kvc_copy(no, 0, no, no, 0); }},
+        {"kvc_checksum, data", kBad, [&] { return kvc_checksum(no, 300, r.digest); }},
+        {"kvc_checksum, digest", kBad, [&] { return kvc_checksum(bytes, 300, no); }},
     };
+}
+
+// `which` of the arguments is NULL; 8: none that matters, as there are no pages.
+int32_t files_without(int which, bool write) {
+    static kvc_page_files files{-1, 0, 0, 1, 300, 8, 8};
+    static const uint64_t at = 1;
+    static const int64_t when = 0;
+    static int32_t outcome;
+    const auto given = [which](int argument, auto* pointer) { return which == argument || which == 8 ? no : pointer; };
+    const kvc_page_files* const how = which == 0 ? no : &files;
+    const int64_t n = which == 8 ? 0 : 1;
+    if (write)
+        return kvc_page_files_write(how, which == 1 ? no : "way", given(2, "a\0\0\0\0\0\0"), given(3, bytes),
+                                    given(4, &at), given(5, &when), n, given(6, &outcome));
+    return kvc_page_files_read(how, given(2, "a\0\0\0\0\0\0"), given(3, bytes), given(4, &at), given(5, &when), n,
+                               given(6, &outcome));
+}
+
+std::vector<Case> file_cases() {
+    std::vector<Case> cases{
+        {"kvc_page_files_write, no pages", KVC_OK, [] { return files_without(8, true); }},
+        {"kvc_page_files_read, no pages", KVC_OK, [] { return files_without(8, false); }},
+        {"kvc_page_files_remove, files", kBad, [] { return kvc_page_files_remove(no, no, 0, no); }},
+    };
+    for (const int which : {0, 1, 2, 3, 4, 5, 6}) {
+        cases.push_back({"kvc_page_files_write", kBad, [which] { return files_without(which, true); }});
+        if (which != 1) cases.push_back({"kvc_page_files_read", kBad, [which] { return files_without(which, false); }});
+    }
+    return cases;
 }
 
 std::vector<Case> pool_cases(Rig& r) {
@@ -290,8 +321,8 @@ bool run(const Case& test, const Rig& rig) {
 int main() {
     Rig rig;
     int total = 0, wrong = 0;
-    for (const auto& cases : {owner_cases(rig), hash_and_copy_cases(rig), pool_cases(rig), request_cases(rig),
-                              batch_cases(rig), reading_cases(rig)})
+    for (const auto& cases : {owner_cases(rig), hash_and_copy_cases(rig), file_cases(), pool_cases(rig),
+                              request_cases(rig), batch_cases(rig), reading_cases(rig)})
         for (const Case& test : cases) {
             ++total;
             wrong += !run(test, rig);

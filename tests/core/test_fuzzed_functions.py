@@ -10,6 +10,8 @@ NO_STATUS = {
     "kvc_copy_path",
     "kvc_last_error",
     "kvc_manager_free",
+    "kvc_page_file_bytes",
+    "kvc_page_head_bytes",
     "kvc_pool_free",
     "kvc_pool_version",
     "kvc_sha256_path",
