@@ -28,7 +28,7 @@ In one process both sides are held by a `Connector`. Rules, tested for every con
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -97,6 +97,8 @@ class Transfer:
     """Where the bytes lie in the tier; what a number means is the connector's own affair."""
     deadline_seconds: float
     """Seconds after `submit` at which the transfer counts as late."""
+    names: NDArray[np.uint8] | None = None
+    """`[n, 64]`: namespace and digest of each item, where the worker finds pages by their keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,6 +114,8 @@ class TransferResult:
     """`Kind: what happened`, empty if all is well. Counted by kind."""
     seconds: float = 0.0
     bytes: int = 0
+    gone: NDArray[np.uint8] | None = None
+    """`[n]`: 1 where the tier turned out not to have the bytes of the item's key: the key goes."""
 
 
 QUEUE_FULL = "QueueFull"
@@ -162,6 +166,8 @@ class TierStats:
     dropped_store_pages: int = 0
     """Not stored: the tier was full of pinned pages, or the device evicted them before."""
     failed_pages: int = 0
+    gone_pages: int = 0
+    """Not there, or damaged, when they were to be loaded or were counted: their keys went."""
     late_transfers: int = 0
     unknown_ids: int = 0
     errors: dict[str, int] = field(default_factory=dict)
@@ -253,6 +259,25 @@ class TierWorker(ABC):
     @abstractmethod
     def wait(self, timeout_seconds: float) -> bool:
         """Block until `poll` would return something or the time is over. For idle engines."""
+
+    @property
+    def slot_regions(self) -> Sequence[PageRegion] | None:
+        """Host memory of the slots of each group: slot s of a transfer is page s. None: it is none.
+
+        A tier below this one reads and writes them. Valid until `close` says True.
+        """
+        return None
+
+    def notify(self, call: Callable[[], None]) -> bool:  # noqa: ARG002
+        """`call` is called, on any thread, whenever `poll` may have got a result.
+
+        Not for deadlines: those are found by `poll` and `wait`. False: this worker tells nobody.
+        """
+        return False
+
+    def flush(self, timeout_seconds: float) -> bool:  # noqa: ARG002
+        """Wait until what was stored so far lies in the last tier. False: the time was over."""
+        return True
 
     @abstractmethod
     def close(self, timeout_seconds: float = 5.0) -> bool:

@@ -1,4 +1,4 @@
-"""One thread that copies pages, fed by two bounded queues: loads first, then stores.
+"""One thread that moves pages, fed by two bounded queues: loads first, then stores.
 
     submit --> [ loads  | | ] --+
                                 +--> thread: one batch at a time --> results --> poll
@@ -18,37 +18,46 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.connectors.base import Direction, PageRegion, Transfer, TransferResult, failed
-
-CopyFunction = Callable[[PageRegion, PageRegion, NDArray[np.int32], NDArray[np.int32]], None]
-"""`(source, target, source_pages, target_pages)`: copies pair by pair; all or an exception."""
+from kvcache.connectors.base import Direction, Transfer, TransferResult, failed
 
 IDLE_SECONDS = 5.0
 """How often an idle thread looks up without being woken."""
 
 
-class Batch(NamedTuple):
-    """What is copied in one go: a bounded number of bytes of one group."""
+class Batch(Protocol):
+    """What is moved in one go: a bounded number of bytes."""
 
-    source: PageRegion
-    target: PageRegion
-    source_pages: NDArray[np.int32]
-    target_pages: NDArray[np.int32]
-    items: NDArray[np.intp]
-    """Indices into the transfer."""
+    @property
+    def items(self) -> NDArray[np.intp]:
+        """Indices into the transfer."""
+
+
+B = TypeVar("B", bound=Batch)
+
+
+class Moved(NamedTuple):
+    """What became of a batch. An exception is a failure of all of it."""
+
+    bytes: int
+    ok: NDArray[np.bool_] | None = None
+    """For each item whether it is right and complete; None: all are."""
+    gone: NDArray[np.bool_] | None = None
+    """For each item whether the tier turned out not to have it; None: no such thing."""
+    error: str = ""
+    """Why not all is good. The other batches of the transfer are moved all the same."""
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _Job(Generic[B]):
     """A transfer on its way. `done` and `ok` are the thread's, the rest is set under the lock."""
 
     transfer: Transfer
-    batches: Sequence[Batch]
+    batches: Sequence[B]
     ok: NDArray[np.uint8]
     due: float
     error: str
@@ -56,6 +65,17 @@ class _Job:
     seconds: float = 0.0
     bytes: int = 0
     late: bool = False
+    gone: NDArray[np.uint8] | None = None
+
+    def take(self, batch: B, moved: Moved) -> None:
+        """On the thread: what a batch came to."""
+        self.ok[batch.items] = 1 if moved.ok is None else moved.ok
+        self.bytes += moved.bytes
+        self.error = self.error or moved.error
+        if moved.gone is not None and moved.gone.any():
+            if self.gone is None:
+                self.gone = np.zeros(len(self.ok), np.uint8)
+            self.gone[batch.items] = moved.gone
 
     def result(self, error: str) -> TransferResult:
         return TransferResult(
@@ -65,6 +85,7 @@ class _Job:
             error=error,
             seconds=self.seconds,
             bytes=self.bytes,
+            gone=self.gone,
         )
 
     def overdue(self) -> str:
@@ -83,36 +104,51 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-class CopyThread:
-    """Runs copies in order of arrival, loads before stores.
+class CopyThread(Generic[B]):
+    """Moves batches in order of arrival, those of loads before those of stores.
 
     Args:
-        copy: moves the bytes of one batch; called on the thread, without the lock.
+        move: moves the bytes of one batch; called on the thread, without the lock.
         queue_depth: transfers of one direction that may be open (accepted, end not yet polled).
         on_exit: called once, when no copy runs any more and none will.
+        on_idle: called on the thread, without the lock, after each `idle_seconds` without work.
     """
 
     def __init__(
-        self, copy: CopyFunction, *, queue_depth: int, on_exit: Callable[[], None]
+        self,
+        move: Callable[[B], Moved],
+        *,
+        queue_depth: int,
+        on_exit: Callable[[], None],
+        on_idle: Callable[[], None] = lambda: None,
+        idle_seconds: float = IDLE_SECONDS,
     ) -> None:
-        self._copy = copy
+        self._move = move
         self._depth = queue_depth
         self._on_exit = on_exit
+        self._on_idle = on_idle
+        self._idle_seconds = idle_seconds
         self._changed = threading.Condition()
-        self._queues: dict[Direction, deque[_Job]] = {d: deque() for d in Direction}
+        self._queues: dict[Direction, deque[_Job[B]]] = {d: deque() for d in Direction}
         self._open = dict.fromkeys(Direction, 0)
-        self._running: _Job | None = None
+        self._running: _Job[B] | None = None
         self._results: deque[TransferResult] = deque()
         self._ended = ""
+        self._notify: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="kvcache-copy", daemon=True)
 
     def start(self) -> None:
         """Start the thread. Once."""
         self._thread.start()
 
+    def notify(self, call: Callable[[], None]) -> bool:
+        """`call` is called, without the lock, when a result came. One caller, before `start`."""
+        self._notify = call
+        return True
+
     # ---- the caller's side ---------------------------------------------------------------------
 
-    def submit(self, transfer: Transfer, batches: Sequence[Batch], error: str) -> bool:
+    def submit(self, transfer: Transfer, batches: Sequence[B], error: str) -> bool:
         """Queue a transfer; False if the queue is full. `error`: what is wrong with other items.
 
         After the thread ended, the transfer is taken and its result says why nothing was copied.
@@ -134,6 +170,7 @@ class CopyThread:
             else:
                 self._queues[transfer.direction].append(job)
             self._changed.notify_all()
+        self._notify()
         return True
 
     def poll(self) -> list[TransferResult]:
@@ -165,6 +202,7 @@ class CopyThread:
             self._ended = self._ended or "Closed: the connector was closed"
             self._fail_queued()
             self._changed.notify_all()
+        self._notify()
         if self._thread.ident is None:
             self._on_exit()
             return True
@@ -203,8 +241,12 @@ class CopyThread:
 
     def _run(self) -> None:
         try:
-            while (job := self._next()) is not None:
-                self._run_batch(job)
+            while not self._ended:
+                job = self._next()
+                if job is None:
+                    self._on_idle()
+                else:
+                    self._run_batch(job)
         except BaseException as error:  # noqa: BLE001  (reported by every job and by submit)
             with self._changed:
                 self._ended = f"ThreadDied: the copy thread ended by {describe(error)}"
@@ -213,31 +255,30 @@ class CopyThread:
                 self._running = None
                 self._fail_queued()
                 self._changed.notify_all()
+            self._notify()
             self._on_exit()
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _Job[B] | None:
+        """The next load, else the next store; None: nothing came in `idle_seconds`, or the end did."""
         with self._changed:
-            while not self._ended:
-                for direction in (Direction.LOAD, Direction.STORE):
-                    if self._queues[direction]:
-                        self._running = self._queues[direction][0]
-                        return self._running
-                self._changed.wait(IDLE_SECONDS)
-            return None
+            if not (self._ended or any(self._queues.values())):
+                self._changed.wait(self._idle_seconds)
+            waiting = [queue for queue in self._queues.values() if queue]
+            self._running = waiting[0][0] if waiting and not self._ended else None
+            return self._running
 
-    def _run_batch(self, job: _Job) -> None:
+    def _run_batch(self, job: _Job[B]) -> None:
         batch, error = job.batches[job.done], ""
         begin = time.monotonic()
         if begin >= job.due:
             error = job.overdue()
         else:
             try:
-                self._copy(batch.source, batch.target, batch.source_pages, batch.target_pages)
+                moved = self._move(batch)
             except Exception as fault:  # noqa: BLE001  (any failure is the transfer's)
                 error = describe(fault)
             else:
-                job.ok[batch.items] = 1
-                job.bytes += len(batch.items) * batch.source.page_bytes
+                job.take(batch, moved)
         job.seconds += time.monotonic() - begin
         with self._changed:
             self._running = None
@@ -246,3 +287,4 @@ class CopyThread:
                 self._queues[job.transfer.direction].remove(job)
                 self._results.append(job.result(error or job.error))
                 self._changed.notify_all()
+        self._notify()

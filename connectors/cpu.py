@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,19 +17,39 @@ from kvcache.connectors.base import (
     Transfer,
     TransferResult,
 )
-from kvcache.connectors.copy_thread import Batch, CopyFunction, CopyThread
+from kvcache.connectors.copy_thread import CopyThread, Moved
 from kvcache.connectors.host_pool import HostPool
 from kvcache.connectors.pool_scheduler import PoolScheduler
+from kvcache.connectors.settings import (
+    require_regions,
+    require_seconds,
+    require_whole,
+    slots_of_groups,
+)
 from kvcache.core.copy import CopySegment, copy_pages
 from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.layout import Geometry
-from kvcache.core.values import flag, index_seed, sequence, shown
+from kvcache.core.values import flag, index_seed, shown
 
 DEFAULT_BATCH_BYTES = 16 << 20
 """About 2 ms of copying: how fine deadlines are, and how long a load waits for a store."""
 
 CLOSE_SECONDS = 5.0
+
+CopyFunction = Callable[[PageRegion, PageRegion, NDArray[np.int32], NDArray[np.int32]], None]
+"""`(source, target, source_pages, target_pages)`: copies pair by pair; all or an exception."""
+
+
+class Batch(NamedTuple):
+    """What is copied in one go: a bounded number of bytes of one group."""
+
+    source: PageRegion
+    target: PageRegion
+    source_pages: NDArray[np.int32]
+    target_pages: NDArray[np.int32]
+    items: NDArray[np.intp]
+    """Indices into the transfer."""
 
 
 def native_copy(
@@ -49,45 +69,6 @@ def native_copy(
         source.page_bytes,
     )
     copy_pages([segment], source_pages, target_pages)
-
-
-def split_bytes(
-    geometry: Geometry, capacity_bytes: int, *, state_interval_tokens: int = 1024
-) -> tuple[int, ...]:
-    """Pages of each group that share a byte budget so that all groups cover as many tokens.
-
-    Args:
-        geometry: the groups.
-        capacity_bytes: the budget; the result never exceeds it.
-        state_interval_tokens: tokens between two recurrent states that are stored, on average.
-
-    Raises:
-        ConfigError: the budget does not hold one page of each group.
-    """
-    _require_whole("capacity_bytes", capacity_bytes)
-    _require_whole("state_interval_tokens", state_interval_tokens)
-    least = sum(group.page_bytes for group in geometry.groups)
-    if capacity_bytes < least:
-        raise ConfigError(
-            f"CpuConnector.capacity_bytes is {capacity_bytes}: one page of each group takes"
-            f" {least} bytes, give at least that"
-        )
-    spans = [
-        rules.block_tokens or (state_interval_tokens if rules.kind == "state" else 0)
-        for rules in geometry.rules
-    ]
-    cached = [(g.page_bytes, span) for g, span in zip(geometry.groups, spans, strict=True) if span]
-    # One page of each first, the rest by tokens: rounding down keeps the sum within the budget.
-    # Private pages are never stored.
-    common = math.lcm(*(span for _, span in cached))
-    common_bytes = sum(size * (common // span) for size, span in cached)
-    tokens = (capacity_bytes - least) * common // common_bytes if cached else 0
-    return tuple(1 + (tokens // span if span else 0) for span in spans)
-
-
-def _require_whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"CpuConnector.{name} is {value!r}: it must be a whole number above 0")
 
 
 class CpuWorker(TierWorker):
@@ -112,34 +93,33 @@ class CpuWorker(TierWorker):
         self._slots = pool.regions
         self._pages: tuple[PageRegion, ...] = ()
         self._batch_bytes = batch_bytes
-        self._thread = CopyThread(copy, queue_depth=queue_depth, on_exit=pool.close)
+
+        def move(batch: Batch) -> Moved:
+            copy(batch.source, batch.target, batch.source_pages, batch.target_pages)
+            return Moved(len(batch.items) * batch.source.page_bytes)
+
+        self._thread = CopyThread(move, queue_depth=queue_depth, on_exit=pool.close)
         # Also at interpreter exit: a thread must not copy from memory that is being torn down.
         self._closing = weakref.finalize(self, self._thread.close, CLOSE_SECONDS)
+
+    @property
+    def slot_regions(self) -> tuple[PageRegion, ...]:
+        """The host memory."""
+        return self._slots
+
+    def notify(self, call: Callable[[], None]) -> bool:
+        """True: the copy thread calls it."""
+        return self._thread.notify(call)
 
     def register(self, regions: Sequence[PageRegion]) -> None:
         """Names the device pages; starts the copy thread."""
         if self._pages:
             raise MisuseError("register was called twice: a worker serves one set of device pages")
-        if len(regions) != len(self._slots):
-            raise ConfigError(
-                f"register got {len(regions)} regions: this connector has {len(self._slots)} groups"
-            )
-        for name, region, slot in zip(self._groups, regions, self._slots, strict=True):
-            if (
-                region.page_bytes != slot.page_bytes
-                or region.step_bytes < region.page_bytes
-                or region.pages < 1
-                or region.address < 1
-            ):
-                raise ConfigError(
-                    f"register: the region of group {name!r} has {region.pages} pages of"
-                    f" {region.page_bytes} bytes, {region.step_bytes} apart, at address"
-                    f" {region.address}: it needs pages of"
-                    f" {slot.page_bytes} bytes, as the geometry says"
-                )
+        sizes = [slot.page_bytes for slot in self._slots]
+        pages = require_regions(self._groups, sizes, regions)
         if not self._closing.alive:
             raise MisuseError("register was called after close")
-        self._pages = tuple(regions)
+        self._pages = pages
         self._thread.start()
 
     def submit(self, transfer: Transfer) -> bool:
@@ -234,25 +214,18 @@ class CpuConnector(Connector):
         if not isinstance(geometry, Geometry):
             raise ConfigError(f"geometry is {shown(geometry)}: give a Geometry")
         events, seed = flag(events, "CpuConnector.events"), index_seed(seed, "CpuConnector.seed")
-        _require_whole("queue_depth", queue_depth)
-        _require_whole("batch_bytes", batch_bytes)
-        if not _is_time(deadline_seconds):
-            raise ConfigError(
-                f"CpuConnector.deadline_seconds is {shown(deadline_seconds)}: it must be a number of"
-                " seconds, above 0 and finite"
-            )
-        if (capacity_bytes is None) == (pages is None):
-            raise ConfigError("CpuConnector needs either capacity_bytes or pages, and not both")
-        if capacity_bytes is not None:
-            setting = "CpuConnector.capacity_bytes"
-            slots = split_bytes(
-                geometry, capacity_bytes, state_interval_tokens=state_interval_tokens
-            )
-        elif pages is not None:
-            setting = "CpuConnector.pages"
-            slots = tuple(sequence(pages, setting))
-        _require_slots(geometry, slots, setting)
+        require_whole("CpuConnector.queue_depth", queue_depth)
+        require_whole("CpuConnector.batch_bytes", batch_bytes)
+        require_seconds("CpuConnector.deadline_seconds", deadline_seconds)
         sizes = [group.page_bytes for group in geometry.groups]
+        slots, setting = slots_of_groups(
+            "CpuConnector",
+            geometry,
+            capacity_bytes=capacity_bytes,
+            pages=pages,
+            state_interval_tokens=state_interval_tokens,
+            slot_bytes=sizes,
+        )
         pool = HostPool(sizes, slots, setting=setting)
         super().__init__(
             name="cpu",
@@ -272,22 +245,3 @@ class CpuConnector(Connector):
             ),
             medium=MEDIUM_CPU,
         )
-
-
-def _is_time(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return value > 0 and math.isfinite(value)
-
-
-def _require_slots(geometry: Geometry, slots: Sequence[object], setting: str) -> None:
-    if len(slots) != len(geometry.groups):
-        raise ConfigError(
-            f"{setting} has {len(slots)} numbers for {len(geometry.groups)} groups: give one each"
-        )
-    for group, count in zip(geometry.groups, slots, strict=True):
-        if isinstance(count, bool) or not isinstance(count, int) or not 0 < count < 2**31 - 1:
-            raise ConfigError(
-                f"{setting} gives group {group.name!r} {count!r} slots: it must be a whole number"
-                " above 0 and below 2^31 - 1"
-            )

@@ -8,16 +8,14 @@ has no key until its bytes are known to be complete.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connectors.base import (
-    QUEUE_FULL,
     Direction,
     KeyedPages,
     RequestKeys,
@@ -29,54 +27,21 @@ from kvcache.connectors.base import (
 from kvcache.connectors.in_flight import KeysInFlight
 from kvcache.connectors.key_events import KeyEvent, KeysLost
 from kvcache.connectors.pool_events import pool_events
+from kvcache.connectors.pool_records import (
+    Part,
+    Plan,
+    Promise,
+    parts_of,
+    read_only,
+    signature_of,
+)
+from kvcache.connectors.tier_counts import count_result
 from kvcache.core.errors import ConfigError, InvariantError
 from kvcache.core.pool import PagePool
 from kvcache.core.values import index_seed
 
-MAX_ERROR_KINDS = 64
-
 MAX_WAITING_EVENTS = 1 << 20
 """Keys of one group that wait for `take_events`, 40 bytes each, before they are lost."""
-
-_Signature = tuple[bytes, tuple[tuple[int, bytes], ...]]
-
-
-class _Part(NamedTuple):
-    """The items of a plan that share a group and a namespace."""
-
-    group: int
-    namespace: bytes
-    rows: NDArray[np.intp]
-    mark: int = 0
-    """Of a store: its keys among those in flight."""
-
-    @property
-    def key(self) -> tuple[int, bytes]:
-        """What the rows have in common."""
-        return self.group, self.namespace
-
-
-@dataclass(slots=True)
-class _Promise:
-    """What the last lookup of a request reported, and holds."""
-
-    signature: _Signature
-    versions: list[int]
-    present: list[NDArray[np.uint8]]
-    slots: list[NDArray[np.int32]]
-    """For each key the slot, one reference held, or -1."""
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A transfer in flight."""
-
-    direction: Direction
-    items: NDArray[np.void]
-    slots: NDArray[np.int64]
-    """-1: nothing is held for the item."""
-    parts: list[_Part]
-    late: bool = False
 
 
 class PoolScheduler(TierScheduler):
@@ -111,8 +76,8 @@ class PoolScheduler(TierScheduler):
         ]
         self._deadline_seconds = deadline_seconds
         self._numbers: dict[bytes, int] = {}
-        self._promises: dict[int, _Promise] = {}
-        self._plans: dict[int, _Plan] = {}
+        self._promises: dict[int, Promise] = {}
+        self._plans: dict[int, Plan] = {}
         self._storing: defaultdict[tuple[int, bytes], KeysInFlight] = defaultdict(KeysInFlight)
         """Of stores, by group and namespace."""
         self._ids = count(1)
@@ -129,7 +94,7 @@ class PoolScheduler(TierScheduler):
         first missing one on) otherwise.
         """
         self._require_groups(keys)
-        signature = _signature(keys)
+        signature = signature_of(keys)
         versions = [pool.version for pool in self._pools]
         promise = self._promises.get(keys.request)
         if promise is not None and promise.signature == signature:
@@ -143,8 +108,8 @@ class PoolScheduler(TierScheduler):
         ]
         if promise is not None:
             self._unhold(promise)
-        present = [_read_only(s >= 0) for s in slots]
-        self._promises[keys.request] = _Promise(signature, versions, present, slots)
+        present = [read_only(s >= 0) for s in slots]
+        self._promises[keys.request] = Promise(signature, versions, present, slots)
         return list(present)
 
     def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]]:
@@ -162,7 +127,7 @@ class PoolScheduler(TierScheduler):
                 f"lookup has keys of {len(keys.digests)} groups: this tier has {len(self._pools)}"
             )
 
-    def _renew(self, promise: _Promise, keys: RequestKeys, versions: list[int]) -> None:
+    def _renew(self, promise: Promise, keys: RequestKeys, versions: list[int]) -> None:
         """Adds keys that came since. What was promised is held, so nothing can have gone."""
         before, promise.versions = promise.versions, versions
         number = self._numbers.get(keys.namespace)
@@ -178,7 +143,7 @@ class PoolScheduler(TierScheduler):
             new = first + np.flatnonzero(here > promise.present[group][first:])
             if len(new):
                 slots[new] = pool.acquire(number, digests[new])
-                promise.present[group] = _read_only(slots >= 0)
+                promise.present[group] = read_only(slots >= 0)
 
     def release(self, request: int) -> None:
         """Drop the request's pins."""
@@ -188,7 +153,7 @@ class PoolScheduler(TierScheduler):
         else:
             self._unhold(promise)
 
-    def _unhold(self, promise: _Promise) -> None:
+    def _unhold(self, promise: Promise) -> None:
         for pool, slots in zip(self._pools, promise.slots, strict=True):
             pool.release(slots[slots >= 0][::-1])  # the tail of a prefix is evicted before its head
 
@@ -198,7 +163,7 @@ class PoolScheduler(TierScheduler):
         """Holds the wanted slots for the transfer, then ends the request's promise."""
         items = wanted.items
         slots = np.full(len(items), -1, np.int64)
-        parts = list(_parts(wanted))
+        parts = list(parts_of(wanted))
         for part in parts:
             number = self._numbers.get(part.namespace)
             if number is not None:
@@ -214,9 +179,9 @@ class PoolScheduler(TierScheduler):
         items = pages.items
         slots = np.full(len(items), -1, np.int64)
         parts = []
-        for part in _parts(pages):
+        for part in parts_of(pages):
             rows = self._unstored(items, part)
-            taken = self._pools[part.group].take(len(rows))
+            taken = self._take(part.group, len(rows))
             self._counts.dropped_store_pages += len(rows) - len(taken)
             rows = rows[: len(taken)]
             if len(rows):
@@ -230,11 +195,16 @@ class PoolScheduler(TierScheduler):
         parts = [part._replace(rows=place[part.rows]) for part in parts]
         return self._start(Direction.STORE, items[chosen], slots[chosen], parts), chosen
 
-    def _unstored(self, items: NDArray[np.void], part: _Part) -> NDArray[np.intp]:
+    def _number(self, namespace: bytes) -> int:
+        return self._numbers.setdefault(namespace, len(self._numbers))
+
+    def _take(self, group: int, count: int) -> NDArray[np.int32]:
+        """Up to `count` slots, held, whose keys are gone."""
+        return self._pools[group].take(count)
+
+    def _unstored(self, items: NDArray[np.void], part: Part) -> NDArray[np.intp]:
         """Rows of the part that are not stored, not being stored, and not repeated."""
-        number = self._numbers.get(part.namespace)
-        if number is None:
-            number = self._numbers[part.namespace] = len(self._numbers)
+        number = self._number(part.namespace)
         digests = items["digest"][part.rows]
         absent = self._pools[part.group].present(number, digests) == 0
         new = self._storing.get(part.key, KeysInFlight()).new(digests[absent])
@@ -246,7 +216,7 @@ class PoolScheduler(TierScheduler):
         direction: Direction,
         items: NDArray[np.void],
         slots: NDArray[np.int64],
-        parts: list[_Part],
+        parts: list[Part],
     ) -> Transfer:
         transfer = Transfer(
             id=next(self._ids),
@@ -255,9 +225,18 @@ class PoolScheduler(TierScheduler):
             pages=np.ascontiguousarray(items["page"]),
             slots=slots,
             deadline_seconds=self._deadline_seconds,
+            names=self._names(items, parts),
         )
-        self._plans[transfer.id] = _Plan(direction, items, slots, parts)
+        self._plans[transfer.id] = Plan(direction, items, slots, parts)
         return transfer
+
+    def _names(
+        self,
+        items: NDArray[np.void],  # noqa: ARG002
+        parts: list[Part],  # noqa: ARG002
+    ) -> NDArray[np.uint8] | None:
+        """What the worker knows the items by, where slots do not tell it."""
+        return None
 
     # ---- results -------------------------------------------------------------------------------
 
@@ -277,40 +256,39 @@ class PoolScheduler(TierScheduler):
             error = f"Malformed: a result of {len(ok)} items for {len(plan.slots)}"
             ok = np.zeros(len(plan.slots), np.uint8)
         good = (ok == 1) & (plan.slots >= 0)
+        gone = np.zeros(len(good), np.bool_)
+        if result.gone is not None and len(result.gone) == len(good):
+            gone = (result.gone == 1) & ~good & (plan.slots >= 0)
         for part in plan.parts:
-            self._finish(plan, part, good)
-        self._count(result, int(good.sum()), len(good), error)
+            self._finish(plan, part, good[part.rows], gone[part.rows])
+        count_result(counts, replace(result, error=error), int(good.sum()), len(good))
 
-    def _finish(self, plan: _Plan, part: _Part, good: NDArray[np.bool_]) -> None:
-        pool, rows = self._pools[part.group], part.rows
-        slots = plan.slots[rows].astype(np.int32)
+    def _finish(
+        self, plan: Plan, part: Part, good: NDArray[np.bool_], gone: NDArray[np.bool_]
+    ) -> None:
+        slots = plan.slots[part.rows].astype(np.int32)
         if plan.direction is Direction.STORE:
-            fine = good[rows]
-            digests = plan.items["digest"][rows]
-            pool.publish(self._numbers[part.namespace], digests[fine], slots[fine])
+            digests = plan.items["digest"][part.rows]
+            self._publish(part.group, part.namespace, digests[good], slots[good])
             storing = self._storing[part.key]
             storing.remove(part.mark)
             if not storing:
                 del self._storing[part.key]
-        pool.release(slots[slots >= 0][::-1])
+        elif gone.any():
+            self._unpublish(part.group, slots[gone])
+            self._counts.gone_pages += int(gone.sum())
+        self._pools[part.group].release(slots[slots >= 0][::-1])
 
-    def _count(self, result: TransferResult, good: int, total: int, error: str) -> None:
-        counts = self._counts
-        kind = error.partition(":")[0]
-        if kind:
-            known = kind in counts.errors or len(counts.errors) < MAX_ERROR_KINDS
-            name = kind if known else "other"
-            counts.errors[name] = counts.errors.get(name, 0) + 1
-        if result.direction is Direction.LOAD:
-            counts.loaded_pages += good
-            counts.loaded_bytes += result.bytes
-            counts.load_seconds += result.seconds
-        else:
-            counts.stored_pages += good
-            counts.stored_bytes += result.bytes
-            counts.store_seconds += result.seconds
-        if kind != QUEUE_FULL:
-            counts.failed_pages += total - good
+    def _publish(
+        self, group: int, namespace: bytes, digests: NDArray[np.uint8], slots: NDArray[np.int32]
+    ) -> NDArray[np.uint8]:
+        """Held slots get their keys; 0 where another slot has it."""
+        return self._pools[group].publish(self._number(namespace), digests, slots)
+
+    def _unpublish(self, group: int, slots: NDArray[np.int32]) -> None:
+        """Held slots lose their keys."""
+        for slot in slots.tolist():
+            self._pools[group].unpublish(slot)
 
     # ---- events, counts and invariants ---------------------------------------------------------
 
@@ -339,14 +317,7 @@ class PoolScheduler(TierScheduler):
 
     def check(self) -> None:
         """Every held slot has a holder, every holder holds, every store in flight is known."""
-        holders: list[Counter[int]] = [Counter() for _ in self._pools]
-        for promise in self._promises.values():
-            for group, slots in enumerate(promise.slots):
-                holders[group].update(slots[slots >= 0].tolist())
-        for plan in self._plans.values():
-            for group, slot in zip(plan.items["group"].tolist(), plan.slots.tolist(), strict=True):
-                if slot >= 0:
-                    holders[group][slot] += 1
+        holders = self._holders()
         for group, (pool, held) in enumerate(zip(self._pools, holders, strict=True)):
             pool.check()
             if pool.stats().held != len(held):
@@ -363,26 +334,14 @@ class PoolScheduler(TierScheduler):
                 f"{marked} keys are marked as being stored, transfers know of {storing}"
             )
 
-
-def _signature(keys: RequestKeys) -> _Signature:
-    """Equal for equal key lists of one request: a chain only grows, its last link tells it."""
-    ends = tuple((len(d), d[-1].tobytes() if len(d) else b"") for d in keys.digests)
-    return keys.namespace, ends
-
-
-def _read_only(flags: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    out = flags.view(np.uint8)
-    out.flags.writeable = False
-    return out
-
-
-def _parts(pages: KeyedPages) -> Iterator[_Part]:
-    """Splits items by group and namespace; inside a part the order stays."""
-    groups, numbers = pages.items["group"], pages.items["ns"]
-    if not len(groups):
-        return
-    pairs = groups.astype(np.int64) << 32 | numbers.astype(np.int64)
-    same = bool((pairs == pairs[0]).all())  # as mostly, where sorting would cost more than the rest
-    for pair in [int(pairs[0])] if same else np.unique(pairs).tolist():
-        rows = np.flatnonzero(pairs == pair)
-        yield _Part(pair >> 32, pages.namespaces[pair & 0xFFFFFFFF], rows)
+    def _holders(self) -> list[Counter[int]]:
+        """For each group how often each slot is held."""
+        holders: list[Counter[int]] = [Counter() for _ in self._pools]
+        for promise in self._promises.values():
+            for group, slots in enumerate(promise.slots):
+                holders[group].update(slots[slots >= 0].tolist())
+        for plan in self._plans.values():
+            for group, slot in zip(plan.items["group"].tolist(), plan.slots.tolist(), strict=True):
+                if slot >= 0:
+                    holders[group][slot] += 1
+        return holders

@@ -20,8 +20,9 @@ from kvcache.connectors.base import (
     Direction,
     PageRegion,
 )
-from kvcache.connectors.cpu import CpuConnector, CpuWorker, native_copy, split_bytes
+from kvcache.connectors.cpu import CpuConnector, CpuWorker, native_copy
 from kvcache.connectors.host_pool import HostPool
+from kvcache.connectors.settings import split_bytes
 from kvcache.connectors.testing import Gate
 from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.layout import Geometry

@@ -22,8 +22,9 @@ from kvcache.connectors.base import (
 )
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.key_events import KeysLost, KeysRemoved, KeysStored
-from kvcache.connectors.pool_scheduler import MAX_ERROR_KINDS, PoolScheduler
+from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.connectors.testing import Key, RandomRun, Setup, chain, digest, rig
+from kvcache.connectors.tier_counts import MAX_ERROR_KINDS
 from kvcache.core.errors import ConfigError, InvariantError
 from kvcache.core.hashing import NATIVE_NAMESPACE
 

@@ -1,0 +1,140 @@
+"""Settings of tiers on their way in, each refused by its name; and how a budget of bytes is split over groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kvcache.connectors.base import PageRegion
+from kvcache.core.errors import ConfigError
+from kvcache.core.layout import Geometry
+from kvcache.core.values import sequence, shown
+
+MOST_SLOTS = 2**31 - 2
+
+
+def require_whole(setting: str, value: object) -> None:
+    """`ConfigError` unless it is a whole number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{setting} is {value!r}: it must be a whole number above 0")
+
+
+def require_seconds(setting: str, value: object) -> None:
+    """`ConfigError` unless it is a time that passes."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and 0 < value < math.inf):  # type: ignore[operator]
+        raise ConfigError(
+            f"{setting} is {shown(value)}: it must be a number of seconds, above 0 and finite"
+        )
+
+
+def slots_of_groups(
+    owner: str,
+    geometry: Geometry,
+    *,
+    capacity_bytes: int | None,
+    pages: Sequence[int] | None,
+    state_interval_tokens: int,
+    slot_bytes: Sequence[int],
+) -> tuple[tuple[int, ...], str]:
+    """Slots of each group, from a budget or as they are given; and the setting that said so.
+
+    Raises:
+        ConfigError: both or neither are given, or numbers that cannot be.
+    """
+    if (capacity_bytes is None) == (pages is None):
+        raise ConfigError(f"{owner} needs either capacity_bytes or pages, and not both")
+    if capacity_bytes is not None:
+        slots: tuple[int, ...] = split_bytes(
+            geometry,
+            capacity_bytes,
+            state_interval_tokens=state_interval_tokens,
+            slot_bytes=slot_bytes,
+            owner=owner,
+        )
+        setting = f"{owner}.capacity_bytes"
+    else:
+        assert pages is not None
+        setting = f"{owner}.pages"
+        slots = tuple(sequence(pages, setting))
+    _require_slots(geometry, slots, setting)
+    return slots, setting
+
+
+def split_bytes(
+    geometry: Geometry,
+    capacity_bytes: int,
+    *,
+    state_interval_tokens: int = 1024,
+    slot_bytes: Sequence[int] | None = None,
+    owner: str = "CpuConnector",
+) -> tuple[int, ...]:
+    """Pages of each group that share a byte budget so that all groups cover as many tokens.
+
+    Args:
+        geometry: the groups.
+        capacity_bytes: the budget; the result never exceeds it.
+        state_interval_tokens: tokens between two recurrent states that are stored, on average.
+        slot_bytes: what a page of each group takes in the tier; None: its bytes.
+        owner: whose settings they are, for messages.
+
+    Raises:
+        ConfigError: the budget does not hold one page of each group.
+    """
+    require_whole(f"{owner}.capacity_bytes", capacity_bytes)
+    require_whole(f"{owner}.state_interval_tokens", state_interval_tokens)
+    sizes = [group.page_bytes for group in geometry.groups] if slot_bytes is None else slot_bytes
+    least = sum(sizes)
+    if capacity_bytes < least:
+        raise ConfigError(
+            f"{owner}.capacity_bytes is {capacity_bytes}: one page of each group takes"
+            f" {least} bytes, give at least that"
+        )
+    spans = [
+        rules.block_tokens or (state_interval_tokens if rules.kind == "state" else 0)
+        for rules in geometry.rules
+    ]
+    cached = [(size, span) for size, span in zip(sizes, spans, strict=True) if span]
+    # One page of each first, the rest by tokens: rounding down keeps the sum within the budget.
+    # Private pages are never stored.
+    common = math.lcm(*(span for _, span in cached))
+    common_bytes = sum(size * (common // span) for size, span in cached)
+    tokens = (capacity_bytes - least) * common // common_bytes if cached else 0
+    return tuple(1 + (tokens // span if span else 0) for span in spans)
+
+
+def _require_slots(geometry: Geometry, slots: Sequence[object], setting: str) -> None:
+    if len(slots) != len(geometry.groups):
+        raise ConfigError(
+            f"{setting} has {len(slots)} numbers for {len(geometry.groups)} groups: give one each"
+        )
+    for group, count in zip(geometry.groups, slots, strict=True):
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 < count <= MOST_SLOTS:
+            raise ConfigError(
+                f"{setting} gives group {group.name!r} {count!r} slots: it must be a whole number"
+                " above 0 and below 2^31 - 1"
+            )
+
+
+def require_regions(
+    groups: Sequence[str], page_bytes: Sequence[int], regions: Sequence[PageRegion]
+) -> tuple[PageRegion, ...]:
+    """The regions, where there is one for each group with pages of its size; else `ConfigError`."""
+    if len(regions) != len(groups):
+        raise ConfigError(
+            f"register got {len(regions)} regions: this connector has {len(groups)} groups"
+        )
+    for name, region, size in zip(groups, regions, page_bytes, strict=True):
+        if (
+            region.page_bytes != size
+            or region.step_bytes < region.page_bytes
+            or region.pages < 1
+            or region.address < 1
+        ):
+            raise ConfigError(
+                f"register: the region of group {name!r} has {region.pages} pages of"
+                f" {region.page_bytes} bytes, {region.step_bytes} apart, at address"
+                f" {region.address}: it needs pages of"
+                f" {size} bytes, as the geometry says"
+            )
+    return tuple(regions)
