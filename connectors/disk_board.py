@@ -1,0 +1,136 @@
+"""What the processes of one folder tell each other: a ring of the last changes, in a small file.
+
+    0     magic, version, records that were ever written
+    64    record 0 | record 1 | ... | record RECORDS - 1
+
+Whoever changes the folder writes records; whoever looks finds those since it looked last. So each
+process knows, soon, what all have stored, and all together keep to one bound. It is a courtesy,
+nothing relies on it: who missed records finds no file where it thought there was one, or does not
+know of one until it starts anew.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from contextlib import suppress
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.connectors.disk_locks import lock_within, unlock
+
+RECORDS = 8192
+"""More than the pages of one store, so that who looks now and then misses nothing."""
+
+LOCK_SECONDS = 0.05
+"""A process that was stopped in the middle of a record is not waited for any longer."""
+
+RECORD_DTYPE = np.dtype([("writer", "<u8"), ("kind", "<u4"), ("group", "<u4"), ("name", "u1", 64)])
+
+_HEAD = struct.Struct("<8sQQ")
+_MAGIC, _VERSION = b"kvcboard", 1
+_FIRST = 64
+
+
+class Change(IntEnum):
+    """What became of a file."""
+
+    STORED = 1
+    REMOVED = 2
+    USED = 3
+    """Loaded: it is not old."""
+
+
+class Board:
+    """One process's view of the board. For one thread. `file` is the caller's to close.
+
+    Args:
+        path: made where it is not there.
+        writer: what this process's records are known by, not 0.
+        fresh: nobody else uses it: begin anew.
+    """
+
+    def __init__(self, path: Path, writer: int, *, fresh: bool) -> None:
+        self._writer = writer
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if fresh:
+            with suppress(OSError):  # a full disk
+                os.ftruncate(self.file, 0)
+                self._write_head(0)
+        self._seen = self._written()
+
+    def post(self, kind: Change, group: int, names: NDArray[np.uint8]) -> bool:
+        """Tell the others. False: they were not told. Bounded time, no exception."""
+        records = np.zeros(len(names), RECORD_DTYPE)
+        records["writer"], records["kind"], records["group"] = self._writer, kind, group
+        records["name"] = names
+        if not len(records):
+            return True
+        if not lock_within(self.file, LOCK_SECONDS):
+            return False
+        try:
+            first = self._written()
+            records = records[-RECORDS:]
+            for part in _parts(first, first + len(records)):
+                os.pwrite(
+                    self.file,
+                    records[part.start - first : part.stop - first].tobytes(),
+                    _place(part),
+                )
+            self._write_head(first + len(records))
+        except OSError:
+            return False
+        finally:
+            unlock(self.file)
+        return True
+
+    def look(self) -> NDArray[np.void]:
+        """What others told since the last call, in order; the last `RECORDS` of it at most."""
+        nothing = np.zeros(0, RECORD_DTYPE)
+        with suppress(OSError):
+            if self._written() == self._seen:
+                return nothing
+            if not lock_within(self.file, 0, shared=True):
+                return nothing  # somebody writes: the next time
+            try:
+                return self._since_seen()
+            finally:
+                unlock(self.file)
+        return nothing
+
+    def _since_seen(self) -> NDArray[np.void]:
+        written = self._written()
+        first = max(self._seen, written - RECORDS) if written >= self._seen else written
+        size = RECORD_DTYPE.itemsize
+        raw = b"".join(
+            os.pread(self.file, size * len(part), _place(part)) for part in _parts(first, written)
+        )
+        self._seen = written
+        if len(raw) != (written - first) * size:  # cut short by somebody
+            return np.zeros(0, RECORD_DTYPE)
+        records = np.frombuffer(raw, RECORD_DTYPE)
+        others: NDArray[np.void] = records[records["writer"] != self._writer]
+        return others
+
+    def _written(self) -> int:
+        raw = os.pread(self.file, _HEAD.size, 0)
+        if len(raw) < _HEAD.size:
+            return 0
+        magic, version, written = _HEAD.unpack(raw)
+        return int(written) if (magic, version) == (_MAGIC, _VERSION) else 0
+
+    def _write_head(self, written: int) -> None:
+        os.pwrite(self.file, _HEAD.pack(_MAGIC, _VERSION, written), 0)
+
+
+def _parts(first: int, last: int) -> list[range]:
+    """Records `[first, last)`, at most `RECORDS`, as ranges that lie one after another in the ring."""
+    turn = min(last, (first // RECORDS + 1) * RECORDS)
+    return [part for part in (range(first, turn), range(turn, last)) if part]
+
+
+def _place(part: range) -> int:
+    return _FIRST + part.start % RECORDS * RECORD_DTYPE.itemsize

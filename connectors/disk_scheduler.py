@@ -1,0 +1,214 @@
+"""The deciding side of a tier of files: a slot is the right to one file, its key says which.
+
+    take a slot      its old key's file is removed before a new one is written: the space is bounded
+    publish a key    the file is there
+    start            files are found by their names, oldest first, and take slots
+    news             what other processes store takes a slot here too, what they remove frees one
+
+The index is what this process believes; the folder is what is so. Where they differ a load finds no
+file, and the key goes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.connectors.base import (
+    KeyedPages,
+    RequestKeys,
+    TierStats,
+    Transfer,
+    TransferResult,
+)
+from kvcache.connectors.disk_board import Change
+from kvcache.connectors.disk_folder import FoundPages
+from kvcache.connectors.disk_news import DiskNews
+from kvcache.connectors.pool_records import Part
+from kvcache.connectors.pool_scheduler import PoolScheduler
+from kvcache.core.hashing import NATIVE_NAMESPACE
+
+NO_SPACE = "NoSpace"
+"""Kind of error of a store that the disk had no room for."""
+
+RETRY_SECONDS = 30.0
+"""After so long a disk that was full is taken to have room again."""
+
+_SLOT_DTYPE = np.dtype([("keyed", "?"), ("name", "u1", 64)])
+
+
+class DiskScheduler(PoolScheduler):
+    """`PoolScheduler` whose transfers name files.
+
+    A full disk: the slots that are free then are set aside, so that what is stored next replaces
+    what is old, and come back after `RETRY_SECONDS`.
+
+    Args:
+        slot_bytes, slots, deadline_seconds, events, seed: as for `PoolScheduler`.
+        found: files that are there, of each group.
+        news: where both sides meet.
+    """
+
+    def __init__(
+        self,
+        slot_bytes: Sequence[int],
+        slots: Sequence[int],
+        *,
+        found: Sequence[FoundPages],
+        news: DiskNews,
+        deadline_seconds: float,
+        events: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            slot_bytes, slots, deadline_seconds=deadline_seconds, events=events, seed=seed
+        )
+        self._news = news
+        self._slots = [np.zeros(n, _SLOT_DTYPE) for n in slots]
+        """The key of each slot that has one: what to remove when it is taken."""
+        self._aside = [np.zeros(0, np.int32) for _ in slots]
+        self._full_until = 0.0
+        for group, (pages, n) in enumerate(zip(found, slots, strict=True)):
+            self._counts.gone_pages += pages.damaged
+            excess = max(len(pages.names) - n, 0)
+            news.discard(group, pages.names[:excess])
+            self._adopt(group, pages.names[excess:])
+
+    # ---- what is asked -------------------------------------------------------------------------
+
+    def lookup(self, keys: RequestKeys) -> list[NDArray[np.uint8]]:
+        """As `PoolScheduler.lookup`, with what was heard since."""
+        self._hear()
+        return super().lookup(keys)
+
+    def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]]:
+        """As `PoolScheduler.holds`, with what was heard since."""
+        self._hear()
+        return super().holds(keys)
+
+    def plan_store(self, pages: KeyedPages) -> tuple[Transfer, NDArray[np.int64]] | None:
+        """As `PoolScheduler.plan_store`; files that make room are gone before it is done."""
+        self._hear()
+        if self._full_until and time.monotonic() >= self._full_until:
+            self._give_back()
+        return super().plan_store(pages)
+
+    def _names(self, items: NDArray[np.void], parts: list[Part]) -> NDArray[np.uint8]:
+        names = np.zeros((len(items), 64), np.uint8)
+        for part in parts:
+            names[part.rows] = _named(part.namespace, items["digest"][part.rows])
+        return names
+
+    def complete(self, result: TransferResult) -> None:
+        """As `PoolScheduler.complete`. After a store that found the disk full, room is made."""
+        known = result.id in self._plans
+        super().complete(result)
+        if known and not result.late and result.error.startswith(f"{NO_SPACE}:"):
+            self._set_aside()
+
+    # ---- slots and their files -----------------------------------------------------------------
+
+    def _take(self, group: int, count: int) -> NDArray[np.int32]:
+        taken = super()._take(group, count)
+        slots = self._slots[group]
+        evicted = taken[slots["keyed"][taken]]
+        if len(evicted):
+            self._news.discard(group, slots["name"][evicted])
+            slots["keyed"][evicted] = False
+        return taken
+
+    def _publish(
+        self, group: int, namespace: bytes, digests: NDArray[np.uint8], slots: NDArray[np.int32]
+    ) -> NDArray[np.uint8]:
+        published = super()._publish(group, namespace, digests, slots)
+        mine = published == 1
+        self._slots[group]["name"][slots[mine]] = _named(namespace, digests[mine])
+        self._slots[group]["keyed"][slots[mine]] = True
+        return published
+
+    def _unpublish(self, group: int, slots: NDArray[np.int32]) -> None:
+        super()._unpublish(group, slots)
+        self._slots[group]["keyed"][slots] = False
+
+    # ---- other processes, and this one before --------------------------------------------------
+
+    def _hear(self) -> None:
+        for change, group, names in self._news.heard():
+            if not 0 <= group < len(self._pools):
+                continue
+            known, slots = self._find(group, names)
+            if change is Change.REMOVED:
+                self._unpublish(group, slots)
+            self._pools[group].release(slots[::-1])
+            if change is Change.STORED:
+                self._adopt(group, names[~known])
+
+    def _find(
+        self, group: int, names: NDArray[np.uint8]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.int32]]:
+        """Which of the keys have slots, and these, held once more. They are the youngest then."""
+        slots = np.full(len(names), -1, np.int32)
+        for namespace, rows in _by_namespace(names):
+            number = self._numbers.get(namespace)
+            if number is not None:
+                slots[rows] = self._pools[group].acquire(number, names[rows, 32:])
+        return slots >= 0, slots[slots >= 0]
+
+    def _adopt(self, group: int, names: NDArray[np.uint8]) -> None:
+        """Files that are there get slots, the last of them the youngest; none: they stay unknown."""
+        slots = self._take(group, len(names))
+        names = names[len(names) - len(slots) :]
+        for namespace, rows in _by_namespace(names):
+            self._publish(group, namespace, names[rows, 32:], slots[rows])
+        self._pools[group].release(slots)
+
+    # ---- a full disk ---------------------------------------------------------------------------
+
+    def _set_aside(self) -> None:
+        self._full_until = time.monotonic() + RETRY_SECONDS
+        for group, pool in enumerate(self._pools):
+            fill = pool.stats()
+            free = pool.take(fill.capacity - fill.cached - fill.held)
+            self._aside[group] = np.concatenate([self._aside[group], free])
+
+    def _give_back(self) -> None:
+        self._full_until = 0.0
+        for pool, slots in zip(self._pools, self._aside, strict=True):
+            pool.release(slots)
+        self._aside = [slots[:0] for slots in self._aside]
+
+    # ---- counts and invariants -----------------------------------------------------------------
+
+    def stats(self) -> TierStats:
+        """As `PoolScheduler.stats`; slots that are set aside hold nothing."""
+        out = super().stats()
+        for slots, slot_bytes in zip(self._aside, self._slot_bytes, strict=True):
+            out.pinned_pages -= len(slots)
+            out.used_bytes -= len(slots) * slot_bytes
+        return out
+
+    def _holders(self) -> list[Counter[int]]:
+        holders = super()._holders()
+        for held, slots in zip(holders, self._aside, strict=True):
+            held.update(slots.tolist())
+        return holders
+
+
+def _named(namespace: bytes, digests: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    names = np.empty((len(digests), 64), np.uint8)
+    names[:, :32], names[:, 32:] = np.frombuffer(namespace, np.uint8), digests
+    return names
+
+
+def _by_namespace(names: NDArray[np.uint8]) -> list[tuple[bytes, NDArray[np.intp]]]:
+    """Rows of each namespace, in order."""
+    if not len(names):
+        return []
+    if not names[:, :32].any():
+        return [(NATIVE_NAMESPACE, np.arange(len(names)))]
+    spaces = np.ascontiguousarray(names[:, :32]).view("V32")[:, 0]
+    return [(space.tobytes(), np.flatnonzero(spaces == space)) for space in np.unique(spaces)]
