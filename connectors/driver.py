@@ -404,7 +404,8 @@ class Offload:
     def drain(self, timeout_seconds: float) -> bool:
         """Store what has a key and wait until nothing is in flight. False: the time was over.
 
-        Results of loads stay for the next `poll`.
+        A tier made of several has all of it in the last one then. Results of loads stay for the
+        next `poll`.
         """
         end = time.monotonic() + wait_seconds(timeout_seconds, "timeout_seconds")
         self.end_of_step()
@@ -415,7 +416,7 @@ class Offload:
             idle = not (self._loads or self._stores)
             self._wait(min(remaining, RETRY_SECONDS) if idle else remaining)
             self._collect()
-        return True
+        return self._worker.flush(max(end - time.monotonic(), 0.0))
 
     def close(self, timeout_seconds: float = 5.0) -> bool:
         """End every transfer and close the connector's worker. Idempotent.

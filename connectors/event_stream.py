@@ -126,19 +126,19 @@ class TierStream:
         for first in range(0, len(keys), MAX_REMOVED_HASHES):
             yield BlockRemoved(
                 block_hashes=tuple(keys[first : first + MAX_REMOVED_HASHES]),
-                medium=self._medium,
+                medium=report.medium or self._medium,
                 group_idx=report.group,
                 namespace=_outside(report.namespace),
             )
 
     def _stored(self, report: KeysStored) -> Iterator[BlockStored]:
-        namespace = _outside(report.namespace)
+        namespace, medium = _outside(report.namespace), report.medium or self._medium
         pieces: list[_Piece] = []
         for key in _digests(report.keys):
             told = self._told.get((report.group, namespace, key))
             if told is None:
-                yield from self._joined(pieces)
-                yield self._bare(report.group, namespace, key)
+                yield from _joined(pieces, medium)
+                yield self._bare(report.group, namespace, key, medium)
                 continue
             event, index = told
             if pieces and pieces[-1].event is event and pieces[-1].last == index:
@@ -146,31 +146,11 @@ class TierStream:
                 continue
             piece = _Piece(event, index, index + 1)
             if pieces and not _continues(pieces[-1], piece):
-                yield from self._joined(pieces)
+                yield from _joined(pieces, medium)
             pieces.append(piece)
-        yield from self._joined(pieces)
+        yield from _joined(pieces, medium)
 
-    def _joined(self, pieces: list[_Piece]) -> Iterator[BlockStored]:
-        """The pieces as one event; empties the list."""
-        if not pieces:
-            return
-        keys = chain.from_iterable(piece.of(piece.event.block_hashes) for piece in pieces)
-        extra_keys = tuple(
-            chain.from_iterable(
-                piece.of(piece.event.extra_keys or (None,) * piece.last) for piece in pieces
-            )
-        )
-        yield replace(
-            pieces[0].event,
-            block_hashes=tuple(keys),
-            parent_block_hash=pieces[0].parent,
-            token_ids=tuple(chain.from_iterable(piece.tokens for piece in pieces)),
-            medium=self._medium,
-            extra_keys=extra_keys if any(extra_keys) else None,
-        )
-        pieces.clear()
-
-    def _bare(self, group: int, namespace: bytes | None, key: bytes) -> BlockStored:
+    def _bare(self, group: int, namespace: bytes | None, key: bytes, medium: str) -> BlockStored:
         """A key of which nothing else is known: one event each, as it follows no other."""
         label = self._groups[group]
         return BlockStored(
@@ -178,12 +158,33 @@ class TierStream:
             parent_block_hash=None,
             token_ids=(),
             block_size=label.block_tokens,
-            medium=self._medium,
+            medium=medium,
             group_idx=group,
             kv_cache_spec_kind=label.kind,
             kv_cache_spec_sliding_window=label.window_tokens,
             namespace=namespace,
         )
+
+
+def _joined(pieces: list[_Piece], medium: str) -> Iterator[BlockStored]:
+    """The pieces as one event; empties the list."""
+    if not pieces:
+        return
+    keys = chain.from_iterable(piece.of(piece.event.block_hashes) for piece in pieces)
+    extra_keys = tuple(
+        chain.from_iterable(
+            piece.of(piece.event.extra_keys or (None,) * piece.last) for piece in pieces
+        )
+    )
+    yield replace(
+        pieces[0].event,
+        block_hashes=tuple(keys),
+        parent_block_hash=pieces[0].parent,
+        token_ids=tuple(chain.from_iterable(piece.tokens for piece in pieces)),
+        medium=medium,
+        extra_keys=extra_keys if any(extra_keys) else None,
+    )
+    pieces.clear()
 
 
 def _bytes(event: BlockStored) -> int:

@@ -18,6 +18,8 @@ class KeysStored(NamedTuple):
     """32 bytes, as in `RequestKeys`."""
     keys: NDArray[np.uint8]
     """[n, 32]"""
+    medium: str | None = None
+    """Where, if the tier has several media; None: the connector's."""
 
 
 class KeysRemoved(NamedTuple):
@@ -27,6 +29,8 @@ class KeysRemoved(NamedTuple):
     namespace: bytes
     keys: NDArray[np.uint8]
     """[n, 32]"""
+    medium: str | None = None
+    """Where, if the tier has several media; None: the connector's."""
 
 
 class KeysLost(NamedTuple):

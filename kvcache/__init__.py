@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "ArenaStats": "kvcache.core.records",
     "CapacityError": "kvcache.core.errors",
+    "ChainConnector": "kvcache.connectors.chain",
     "ChunkedLocal": "kvcache.core.specs",
     "ClassStats": "kvcache.core.records",
     "Compressed": "kvcache.core.specs",
@@ -20,6 +21,7 @@ _LAZY = {
     "CpuConnector": "kvcache.connectors.cpu",
     "CrossAttention": "kvcache.core.specs",
     "Dense": "kvcache.retention",
+    "DiskConnector": "kvcache.connectors.disk",
     "Explanation": "kvcache.core.explanation",
     "Fingerprint": "kvcache.core.hashing",
     "FullAttention": "kvcache.core.specs",
@@ -62,7 +64,9 @@ __all__ = ["__version__", *sorted(_LAZY)]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from kvcache.connectors.base import PageRegion as PageRegion
+    from kvcache.connectors.chain import ChainConnector as ChainConnector
     from kvcache.connectors.cpu import CpuConnector as CpuConnector
+    from kvcache.connectors.disk import DiskConnector as DiskConnector
     from kvcache.connectors.driver import Offload as Offload
     from kvcache.core.errors import (
         CapacityError as CapacityError,

@@ -180,6 +180,16 @@ def test_the_calls_in_api_run_and_answer_what_they_say(
         names[name].check()  # type: ignore[attr-defined]
 
 
+def test_the_tiers_page_says_what_a_restart_finds(repo_root: Path, tmp_path: Path) -> None:
+    names: dict[str, object] = {}
+    for code in snippets(repo_root / "docs" / "tiers.md"):
+        exec(compile(code, "tiers.md", "exec"), names)  # noqa: S102
+    life = names["life"]
+    assert callable(life)
+    assert [life(str(tmp_path / "kv")).hit_tokens for _ in range(2)] == [0, 96]
+    assert "bytes_come_back_in_every_group" in names["rules"]  # type: ignore[operator]
+
+
 @pytest.mark.parametrize(
     "record",
     [

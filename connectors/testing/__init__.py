@@ -1,6 +1,6 @@
 """The connector author's kit: contract suite, fault injection, oracle. Needs no test framework."""
 
-from kvcache.connectors.testing.contract import CONTRACT
+from kvcache.connectors.testing.contract import CONTRACT, POOL_RULES
 from kvcache.connectors.testing.events import Follower
 from kvcache.connectors.testing.faults import Faults, FaultyWorker, with_faults
 from kvcache.connectors.testing.harness import (
@@ -22,6 +22,7 @@ from kvcache.connectors.testing.randomized import RandomRun
 
 __all__ = [
     "CONTRACT",
+    "POOL_RULES",
     "ContractError",
     "Device",
     "Factory",

@@ -96,6 +96,15 @@ class FaultyWorker(TierWorker):
             return bool(self._ready or (self._waiting and not self._hold))
         return self._inner.wait(timeout_seconds)
 
+    @property
+    def slot_regions(self) -> Sequence[PageRegion] | None:
+        """Passed on."""
+        return self._inner.slot_regions
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Passed on."""
+        return self._inner.flush(timeout_seconds)
+
     def close(self, timeout_seconds: float = 5.0) -> bool:
         """Passed on."""
         return self._inner.close(timeout_seconds)

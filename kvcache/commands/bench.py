@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcache.commands.numbers import SUFFIXES, token_number, whole_number
+from kvcache.commands.numbers import SUFFIXES, byte_count, token_number, whole_number
 from kvcache.commands.output import (
     Progress,
     as_json,
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="65,536 tokens, 3 repeats (manager: 64 requests), where nothing else is said",
     )
+    _add_disk(_Options(parser, owners, ("disk",), "pages in files, beside plain writes and reads"))
 
 
 class _Options:
@@ -67,18 +68,19 @@ class _Options:
 
 
 def _add_shared(parser: argparse.ArgumentParser, owners: dict[str, tuple[str, ...]]) -> None:
+    repeated = _Options(parser, owners, ("disk", "engine", "hash", "manager"), "how often")
+    repeated.add(
+        "--repeats",
+        type=whole_number,
+        metavar="N",
+        help="measurements of which the median counts (5); disk: the best (3)",
+    )
     sizes = _Options(parser, owners, ("engine", "hash", "manager"), "how much is measured")
     sizes.add(
         "--tokens",
         type=token_number,
         metavar="N",
         help=f"length of the prompt (engine: 1024; hash, manager: 1M); {SUFFIXES}",
-    )
-    sizes.add(
-        "--repeats",
-        type=whole_number,
-        metavar="N",
-        help="measurements of which the median counts (5)",
     )
     peer = _Options(parser, owners, ("agents", "hash", "manager"), "beside another implementation")
     peer.add("--peer", choices=("vllm",), help="whose code to run beside ours (none)")
@@ -145,6 +147,14 @@ def _add_manager(options: _Options) -> None:
     )
 
 
+def _add_disk(options: _Options) -> None:
+    options.add("--folder", metavar="PATH", help="where (a temporary folder)")
+    options.add("--pages", type=whole_number, metavar="N", help="files of a round (96)")
+    options.add(
+        "--page-bytes", type=byte_count, metavar="SIZE", help="of one page, such as 2MiB (720KiB)"
+    )
+
+
 def _engine(
     given: dict[str, Any], seed: int, progress: Callable[[str], None]
 ) -> tuple[dict[str, Any], Sequence[str]]:
@@ -174,6 +184,8 @@ def _agents(
 
 def _inputs(bench: str, given: dict[str, Any]) -> list[str | Path]:
     """Files that a benchmark reads or runs."""
+    if bench == "disk":
+        return []
     if bench == "engine":
         model = find_model_file()
         return [] if model is None else [model]
@@ -200,8 +212,17 @@ def _manager(
     return report, bench.describe(report)
 
 
+def _disk(
+    given: dict[str, Any], seed: int, progress: Callable[[str], None]
+) -> tuple[dict[str, Any], Sequence[str]]:
+    bench = importlib.import_module("kvcache.bench.disk")
+    report = bench.run_disk_bench(bench.DiskBench(seed=seed, **given), progress)
+    return report, bench.describe(report)
+
+
 BENCHES: dict[str, Run] = {
     "agents": _agents,
+    "disk": _disk,
     "engine": _engine,
     "hash": _hash,
     "manager": _manager,

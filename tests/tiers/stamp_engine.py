@@ -66,6 +66,7 @@ class Engine:
         seed: int = 0,
         copy: Callable[..., None] = native_copy,
         events: bool = False,
+        connector: Any = None,
         **options: Any,
     ) -> None:
         self.manager = Manager(
@@ -73,7 +74,7 @@ class Engine:
         )
         self.arena = np.zeros(slabs * GEOMETRY.slab_bytes, np.uint8)
         self.memory = [self.pages(group) for group in (ATTENTION, STATE)]
-        connector: Any = CpuConnector(
+        connector = connector or CpuConnector(
             GEOMETRY, pages=tier, copy=copy, batch_bytes=1, events=events, **options
         )
         self.faulty: FaultyWorker | None = None

@@ -1,0 +1,126 @@
+"""What the two sides of a chain of tiers tell each other, and what the deciding side remembers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.connectors.base import KeyedPages, RequestKeys, Transfer
+from kvcache.connectors.pool_records import Signature
+
+
+def _no_rows() -> NDArray[np.intp]:
+    return np.zeros(0, np.intp)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChainTransfer(Transfer):
+    """A transfer of a chain, made of parts. `slots` are those of the upper tier, -1 for none.
+
+    A load: what the upper tier holds goes from there to the device; what only the lower one holds
+    is read into slots of the upper one, and goes from there. A store goes to the upper tier.
+    """
+
+    upper_rows: NDArray[np.intp] = field(default_factory=_no_rows)
+    """Items that the upper tier moves at once."""
+    lower_rows: NDArray[np.intp] = field(default_factory=_no_rows)
+    """Items that the lower tier moves first, into `slots`, ..."""
+    lower: Transfer | None = None
+    """... as its scheduler side planned it."""
+
+
+class Ascent(NamedTuple):
+    """The items of a load that only the lower tier held."""
+
+    rows: NDArray[np.intp]
+    read: Transfer
+    """The load of the lower tier, into ..."""
+    reserved: Transfer
+    """... the slots of a store of the upper one, which its worker never sees."""
+
+
+@dataclass(slots=True)
+class ChainPlan:
+    """A transfer in flight."""
+
+    items: int
+    upper: Transfer
+    """As the upper tier planned it; of a load with every item."""
+    ascent: Ascent | None
+    keys: KeyedPages | None
+    """Of a store: what is to be written to the lower tier when it is done."""
+    late: bool = False
+
+
+@dataclass(slots=True)
+class ChainPromise:
+    """What the last lookup of a request found in each tier."""
+
+    signature: Signature
+    upper: list[NDArray[np.uint8]]
+    below: RequestKeys | None
+    """What was asked of the lower tier, under a number of its own; None: the upper has it all."""
+    lower: list[NDArray[np.uint8]] | None
+    present: list[NDArray[np.uint8]]
+
+
+@dataclass(slots=True)
+class Descent:
+    """Pages on their way from the upper tier to the lower one."""
+
+    held: Transfer
+    """A load of the upper tier that nobody submits: it holds the slots."""
+    write: Transfer
+    """The store of the lower tier."""
+    keys: KeyedPages
+
+
+class Backlog:
+    """Keys that are to be written to the lower tier, the oldest first. Bounded; the oldest drop out."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._parts: list[KeyedPages] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, keys: KeyedPages) -> int:
+        """How many of the oldest had no place any more."""
+        self._parts.append(keys)
+        self._count += len(keys.items)
+        dropped = 0
+        while self._count > self._most:
+            excess = self._count - self._most
+            dropped += len(self._take(excess).items)
+        return dropped
+
+    def take(self, page_bytes: NDArray[np.int64], most_bytes: int) -> KeyedPages:
+        """The oldest that were added together, at least one, and at most so many bytes of them."""
+        sizes = np.cumsum(page_bytes[self._parts[0].items["group"]])
+        return self._take(max(1, int(np.searchsorted(sizes, most_bytes, side="right"))))
+
+    def give_back(self, keys: KeyedPages) -> None:
+        """What could not be written now is the first to be taken again."""
+        self._parts.insert(0, keys)
+        self._count += len(keys.items)
+
+    def clear(self) -> int:
+        """Nothing is to be written any more; so many were."""
+        count, self._count = self._count, 0
+        self._parts.clear()
+        return count
+
+    def _take(self, count: int) -> KeyedPages:
+        first = self._parts[0]
+        if len(first.items) <= count:
+            del self._parts[0]
+        else:
+            self._parts[0] = first._replace(items=first.items[count:])
+            first = first._replace(items=first.items[:count])
+        self._count -= len(first.items)
+        return first

@@ -1,0 +1,361 @@
+"""The deciding side of a chain: one lookup over two tiers, loads that rise, stores that sink.
+
+                lookup            load                       store
+    device                        <---------+----------+     |
+    upper       found here?       upper ----+          |     v
+    lower       else here?        lower --> upper -----+     upper --(later)--> lower
+
+The slots of the upper tier are the pages of the lower one, so every copy is a plain load or store
+of one of them. What is on its way up has a slot reserved, as for a store; what is on its way down
+is held, as for a load.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.connectors.base import (
+    QUEUE_FULL,
+    Connector,
+    Direction,
+    KeyedPages,
+    RequestKeys,
+    TierScheduler,
+    TierStats,
+    Transfer,
+    TransferResult,
+)
+from kvcache.connectors.chain_records import (
+    Ascent,
+    Backlog,
+    ChainPlan,
+    ChainPromise,
+    ChainTransfer,
+    Descent,
+)
+from kvcache.connectors.key_events import KeyEvent, KeysLost
+from kvcache.connectors.pool_records import read_only, signature_of
+from kvcache.connectors.tier_counts import count_result
+from kvcache.core.errors import InvariantError
+
+MAX_DESCENTS = 2
+"""Writes to the lower tier in flight: one runs, one waits."""
+
+DESCENT_BYTES = 16 << 20
+"""Most bytes of one of them: its slots of the upper tier are held until it is done."""
+
+
+class ChainScheduler(TierScheduler):
+    """Two tiers as one.
+
+    Args:
+        upper, lower: the tiers; nobody else uses them.
+        page_bytes: of each group.
+        behind: whether what is stored is written to the lower tier, in the background.
+        most_behind: keys that may wait for that.
+    """
+
+    def __init__(
+        self,
+        upper: Connector,
+        lower: Connector,
+        *,
+        page_bytes: Sequence[int],
+        behind: bool,
+        most_behind: int,
+    ) -> None:
+        self.tiers = (upper, lower)
+        """Each with its own counters: `tiers[1].scheduler.stats()`."""
+        self.reports_events = upper.scheduler.reports_events and lower.scheduler.reports_events
+        self._upper, self._lower = upper.scheduler, lower.scheduler
+        self._page_bytes = np.array(page_bytes, np.int64)
+        self._behind = behind
+        # What sinks holds a small part of the upper tier, or little could rise meanwhile.
+        capacity = self._upper.stats().capacity_bytes
+        self._descent_bytes = min(DESCENT_BYTES, capacity // 16)
+        self._backlog = Backlog(most_behind)
+        self._promises: dict[int, ChainPromise] = {}
+        self._plans: dict[int, ChainPlan] = {}
+        self._descents: dict[int, Descent] = {}
+        self._ids = count(1)
+        self._own = count(-1, -1)
+        """Numbers of requests that the tiers are asked under, other than those of the caller."""
+        self._counts = TierStats()
+
+    # ---- lookup --------------------------------------------------------------------------------
+
+    def lookup(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:
+        """What either tier has. What the upper one has is not pinned in the lower one."""
+        promise = self._promises.get(keys.request)
+        found = self._upper.lookup(keys)
+        if found is None:
+            return None
+        if (
+            promise is None
+            or promise.signature != signature_of(keys)
+            or any(old is not new for old, new in zip(promise.upper, found, strict=True))
+        ):
+            promise = self._ask(keys, found, promise)
+        if promise.below is None:
+            return list(promise.present)
+        lower = self._lower.lookup(promise.below)
+        if lower is None:
+            return None
+        before = promise.lower
+        if before is None or any(a is not b for a, b in zip(before, lower, strict=True)):
+            promise.lower = lower
+            promise.present = [
+                _joined(up, low) for up, low in zip(promise.upper, lower, strict=True)
+            ]
+        return list(promise.present)
+
+    def _ask(
+        self, keys: RequestKeys, found: list[NDArray[np.uint8]], before: ChainPromise | None
+    ) -> ChainPromise:
+        """A new promise; the lower tier is to be asked for what the upper one does not have."""
+        missing = [d[flags == 0] for d, flags in zip(keys.digests, found, strict=True)]
+        held = [d[flags != 0] for d, flags in zip(keys.digests, found, strict=True)]
+        if any(map(len, held)):  # what is in use above must not be the oldest below
+            number = next(self._own)
+            if self._lower.lookup(RequestKeys(number, keys.namespace, held)) is not None:
+                self._lower.release(number)
+        below = None
+        if any(map(len, missing)):
+            below = RequestKeys(next(self._own), keys.namespace, missing)
+        promise = ChainPromise(signature_of(keys), found, below, None, found)
+        self._promises[keys.request] = promise
+        if before is not None:
+            self._release_lower(before)
+        return promise
+
+    def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:
+        """What either tier has; None where one of them cannot tell."""
+        upper, lower = self._upper.holds(keys), self._lower.holds(keys)
+        if upper is None or lower is None:
+            return None
+        return [up | low for up, low in zip(upper, lower, strict=True)]
+
+    def release(self, request: int) -> None:
+        """Drop the request's pins, in both tiers."""
+        promise = self._promises.pop(request, None)
+        if promise is None:
+            self._counts.unknown_ids += 1
+            return
+        self._upper.release(request)
+        self._release_lower(promise)
+
+    def _release_lower(self, promise: ChainPromise) -> None:
+        if promise.below is not None:
+            self._lower.release(promise.below.request)
+
+    # ---- plans ---------------------------------------------------------------------------------
+
+    def plan_load(self, request: int, wanted: KeyedPages) -> ChainTransfer:
+        """What the upper tier does not hold rises through slots of it, or fails where it has none."""
+        promise = self._promises.pop(request, None)
+        upper = self._upper.plan_load(request, wanted)
+        here = np.flatnonzero(upper.slots >= 0)
+        ascent = None
+        if len(here) < len(wanted.items):
+            ascent = self._plan_ascent(promise, wanted, np.flatnonzero(upper.slots < 0))
+        if promise is not None and ascent is None:
+            self._release_lower(promise)
+        slots, seconds = upper.slots.copy(), upper.deadline_seconds
+        if ascent is not None:
+            slots[ascent.rows] = ascent.reserved.slots
+            seconds = max(seconds, ascent.read.deadline_seconds)
+        transfer = ChainTransfer(
+            id=next(self._ids),
+            direction=Direction.LOAD,
+            groups=upper.groups,
+            pages=upper.pages,
+            slots=slots,
+            deadline_seconds=seconds,
+            upper_rows=here,
+        )
+        if ascent is not None:
+            transfer = replace(transfer, lower_rows=ascent.rows, lower=ascent.read)
+        self._plans[transfer.id] = ChainPlan(len(wanted.items), upper, ascent, None)
+        return transfer
+
+    def _plan_ascent(
+        self, promise: ChainPromise | None, wanted: KeyedPages, rows: NDArray[np.intp]
+    ) -> Ascent | None:
+        """Slots of the upper tier for these items, and a load of the lower one into them."""
+        if promise is None or promise.below is None or promise.lower is None:
+            return None
+        items = wanted.items[rows]
+        reserved = self._upper.plan_store(KeyedPages(items, wanted.namespaces))
+        if reserved is None:
+            return None
+        store, chosen = reserved
+        items = items[chosen].copy()
+        items["page"] = store.slots
+        read = self._lower.plan_load(promise.below.request, KeyedPages(items, wanted.namespaces))
+        return Ascent(rows[chosen], read, store)
+
+    def plan_store(self, pages: KeyedPages) -> tuple[ChainTransfer, NDArray[np.int64]] | None:
+        """Into the upper tier. Does not look below: what is there alone may come up this way too."""
+        plan = self._upper.plan_store(pages)
+        if plan is None:
+            return None
+        store, chosen = plan
+        transfer = ChainTransfer(
+            id=next(self._ids),
+            direction=Direction.STORE,
+            groups=store.groups,
+            pages=store.pages,
+            slots=store.slots,
+            deadline_seconds=store.deadline_seconds,
+            upper_rows=np.arange(len(chosen)),
+        )
+        keys = _lasting(KeyedPages(pages.items[chosen], pages.namespaces))
+        self._plans[transfer.id] = ChainPlan(len(chosen), store, None, keys)
+        return transfer, chosen
+
+    # ---- results -------------------------------------------------------------------------------
+
+    def complete(self, result: TransferResult) -> None:
+        """Each tier learns what became of its part. What was stored waits to be written below."""
+        counts, plan = self._counts, self._plans.get(result.id)
+        if (
+            plan is None
+            or plan.upper.direction is not result.direction
+            or (result.late and plan.late)
+        ):
+            counts.unknown_ids += 1
+            return
+        if result.late:
+            plan.late = True
+            counts.late_transfers += 1
+            return
+        del self._plans[result.id]
+        ok, error = result.ok, result.error
+        if len(ok) != plan.items:
+            error = f"Malformed: a result of {len(ok)} items for {plan.items}"
+            ok = np.zeros(plan.items, np.uint8)
+        good = int((ok == 1).sum())
+        self._complete_parts(plan, replace(result, ok=ok, error=error))
+        count_result(counts, replace(result, error=error), good, plan.items)
+        if plan.keys is not None and self._behind and good:
+            keys = plan.keys._replace(items=plan.keys.items[ok == 1])
+            counts.dropped_store_pages += self._backlog.add(keys)
+
+    def _complete_parts(self, plan: ChainPlan, result: TransferResult) -> None:
+        upper_ok = result.ok.copy()
+        if plan.ascent is not None:
+            rows, read, reserved = plan.ascent
+            ok, gone = result.ok[rows], result.gone
+            part = replace(result, ok=ok, bytes=self._bytes(read.groups, ok), seconds=0.0)
+            gone = gone[rows] if gone is not None and len(gone) == len(result.ok) else None
+            self._lower.complete(replace(part, id=read.id, gone=gone))
+            part = replace(part, id=reserved.id, direction=Direction.STORE, gone=None)
+            self._upper.complete(part)
+            upper_ok[rows] = 0
+        size = self._bytes(plan.upper.groups, upper_ok)
+        self._upper.complete(replace(result, id=plan.upper.id, ok=upper_ok, bytes=size, gone=None))
+
+    def _bytes(self, groups: NDArray[np.int32], ok: NDArray[np.uint8]) -> int:
+        return int(self._page_bytes[groups[ok == 1]].sum())
+
+    # ---- down, in the background ---------------------------------------------------------------
+
+    @property
+    def behind(self) -> int:
+        """Keys that wait to be written to the lower tier, or are being written."""
+        return len(self._backlog) + sum(len(d.write.slots) for d in self._descents.values())
+
+    def plan_descent(self) -> Transfer | None:
+        """A store of the lower tier to be submitted, and ended by `complete_descent`; None: none now."""
+        while len(self._backlog) and len(self._descents) < MAX_DESCENTS:
+            keys = self._backlog.take(self._page_bytes, self._descent_bytes)
+            held = self._upper.plan_load(next(self._own), keys)
+            there = held.slots >= 0
+            self._counts.dropped_store_pages += int((~there).sum())
+            items = keys.items[there].copy()
+            items["page"] = held.slots[there]
+            plan = self._lower.plan_store(keys._replace(items=items)) if len(items) else None
+            if plan is None:
+                self._let_go(held)
+                continue
+            self._descents[plan[0].id] = Descent(held, plan[0], keys)
+            return plan[0]
+        return None
+
+    def complete_descent(self, result: TransferResult) -> None:
+        """Its result, the final one. What a full queue refused is tried again."""
+        descent = self._descents[result.id]
+        self._lower.complete(result)
+        if result.late:
+            return
+        del self._descents[result.id]
+        self._let_go(descent.held)
+        if result.error.startswith(QUEUE_FULL):
+            self._backlog.give_back(descent.keys)
+
+    def _let_go(self, held: Transfer) -> None:
+        """Ends what held slots of the upper tier. They were read, if not by a load of it."""
+        ok = (held.slots >= 0).astype(np.uint8)
+        self._upper.complete(TransferResult(held.id, Direction.LOAD, ok))
+
+    # ---- events, counts and invariants ---------------------------------------------------------
+
+    def take_events(self) -> list[KeyEvent]:
+        """Those of the upper tier, then those of the lower one, each with its medium."""
+        events: list[KeyEvent] = []
+        for tier in self.tiers:
+            for event in tier.scheduler.take_events():
+                if isinstance(event, KeysLost):
+                    events.append(event)
+                else:
+                    events.append(event._replace(medium=event.medium or tier.medium))
+        lost = [event for event in events if isinstance(event, KeysLost)]
+        return [*lost[:1], *(event for event in events if not isinstance(event, KeysLost))]
+
+    def stats(self) -> TierStats:
+        """What the chain was asked for; fill and evictions of both tiers together.
+
+        What is held for the background is not counted as pinned.
+        """
+        upper, lower = self._upper.stats(), self._lower.stats()
+        background = sum(
+            int((d.held.slots >= 0).sum()) + len(d.write.slots) for d in self._descents.values()
+        )
+        return replace(
+            self._counts,
+            errors=dict(self._counts.errors),
+            capacity_bytes=upper.capacity_bytes + lower.capacity_bytes,
+            used_bytes=upper.used_bytes + lower.used_bytes,
+            pinned_pages=upper.pinned_pages + lower.pinned_pages - background,
+            evicted_pages=upper.evicted_pages + lower.evicted_pages,
+            gone_pages=upper.gone_pages + lower.gone_pages,
+            dropped_store_pages=self._counts.dropped_store_pages + upper.dropped_store_pages,
+        )
+
+    def check(self) -> None:
+        """Both tiers hold together, and hold what is promised and on its way here."""
+        self._upper.check()
+        self._lower.check()
+        numbers = Counter(p.below.request for p in self._promises.values() if p.below is not None)
+        if any(times > 1 for times in numbers.values()):
+            raise InvariantError("two promises have one number in the lower tier")
+
+
+def _joined(upper: NDArray[np.uint8], lower: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Flags of all keys; `lower` has those of the keys that `upper` lacks."""
+    flags = upper.astype(np.bool_)
+    flags[~flags] = lower.astype(np.bool_)
+    return read_only(flags)
+
+
+def _lasting(keys: KeyedPages) -> KeyedPages:
+    """With a list of namespaces that does not change: numbers of the caller's are for now."""
+    items = keys.items.copy()
+    numbers, items["ns"] = np.unique(items["ns"], return_inverse=True)
+    return KeyedPages(items, [keys.namespaces[int(n)] for n in numbers])

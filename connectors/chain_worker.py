@@ -1,0 +1,285 @@
+"""The moving side of a chain: parts of a load side by side, then what came up goes on to the device.
+
+    submit --> upper: its items -----------------------------------+
+          +--> lower: into slots of the upper --> upper: these ----+--> one result
+
+The workers of the tiers move the bytes, on threads of their own. Here their results are joined,
+whenever `poll` or `wait` is called; and the background is kept going.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.connectors.base import (
+    QUEUE_FULL,
+    Connector,
+    PageRegion,
+    TierWorker,
+    Transfer,
+    TransferResult,
+    failed,
+)
+from kvcache.connectors.chain_records import ChainTransfer
+from kvcache.connectors.chain_scheduler import ChainScheduler
+from kvcache.core.errors import ConfigError
+
+SLICE_SECONDS = 0.005
+"""How often a worker is asked that does not say when it has a result."""
+
+CLOSE_SECONDS = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A transfer of one tier that is a part of a chain's."""
+
+    worker: TierWorker
+    transfer: Transfer
+    rows: NDArray[np.intp]
+    """Its items among those of the chain's."""
+    ascends: bool
+    """From the lower tier: what is good of it goes on to the device."""
+    open: bool = False
+    """The worker took it, and has not told its end."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A transfer of the chain without its final result."""
+
+    transfer: Transfer
+    due: float
+    ok: NDArray[np.uint8]
+    gone: NDArray[np.uint8]
+    parts: list[_Part] = field(default_factory=list)
+    """Those that have not ended."""
+    error: str = ""
+    seconds: float = 0.0
+    bytes: int = 0
+    late: bool = False
+    ended: bool = False
+
+    def result(self) -> TransferResult:
+        return TransferResult(
+            self.transfer.id,
+            self.transfer.direction,
+            self.ok,
+            error=self.error,
+            seconds=self.seconds,
+            bytes=self.bytes,
+            gone=self.gone if self.gone.any() else None,
+        )
+
+
+class ChainWorker(TierWorker):
+    """Joins the workers of two tiers.
+
+    Args:
+        scheduler: the chain's, in the same process and called by the same thread: it is asked what
+            is to be written to the lower tier.
+    """
+
+    def __init__(self, upper: Connector, lower: Connector, scheduler: ChainScheduler) -> None:
+        self._upper, self._lower = upper.worker, lower.worker
+        self._scheduler = scheduler
+        self._flights: list[_Flight] = []
+        self._parts: dict[tuple[TierWorker, int], tuple[_Flight, _Part]] = {}
+        self._descents: dict[int, Transfer] = {}
+        """Writes to the lower tier in the background, by the number its worker has them under."""
+        self._results: list[TransferResult] = []
+        self._ids = count(1)
+        self._came = threading.Event()
+        self._closed = False
+        told = [worker.notify(self._came.set) for worker in (self._upper, self._lower)]
+        self._tells = all(told)
+
+    def register(self, regions: Sequence[PageRegion]) -> None:
+        """Device pages for the upper tier; its slots are the pages of the lower one."""
+        self._upper.register(regions)
+        slots = self._upper.slot_regions
+        if slots is None:
+            raise ConfigError("the upper tier of a chain keeps its pages in no host memory")
+        self._lower.register(slots)
+
+    # ---- submit --------------------------------------------------------------------------------
+
+    def submit(self, transfer: Transfer) -> bool:
+        """False where a tier that is needed at once refuses. What only has to go on later, waits."""
+        n = len(transfer.pages)
+        due = time.monotonic() + transfer.deadline_seconds
+        flight = _Flight(transfer, due, np.zeros(n, np.uint8), np.zeros(n, np.uint8))
+        parts = self._first_parts(transfer)
+        if not parts:
+            flight.error = f"BadItem: {n} of {n} items are in no tier" if n else ""
+            self._settle(flight)
+        for part in parts:
+            flight.parts.append(part)
+            if not self._try(flight, part) and part is parts[0]:
+                return False
+        if not flight.ended:
+            self._flights.append(flight)
+        return True
+
+    def _first_parts(self, transfer: Transfer) -> list[_Part]:
+        """One for each tier that has something to move at once."""
+        rows = np.flatnonzero(transfer.slots >= 0)
+        parts = []
+        if isinstance(transfer, ChainTransfer):
+            rows = transfer.upper_rows
+            if transfer.lower is not None:
+                parts.append(_Part(self._lower, transfer.lower, transfer.lower_rows, ascends=True))
+        if len(rows):
+            parts.append(_Part(self._upper, _some(transfer, rows), rows, ascends=False))
+        return parts
+
+    def _try(self, flight: _Flight, part: _Part) -> bool:
+        """Hand it to its worker; False: its queue is full."""
+        seconds = flight.due - time.monotonic()
+        if seconds <= 0:
+            self._end(flight, part, failed(part.transfer, _overdue(flight)))
+            return True
+        number = next(self._ids)
+        own = replace(part.transfer, id=number, deadline_seconds=seconds)
+        if not part.worker.submit(own):
+            return False
+        part.open = True
+        self._parts[part.worker, number] = flight, part
+        return True
+
+    # ---- results -------------------------------------------------------------------------------
+
+    def poll(self) -> list[TransferResult]:
+        """Results since the last call."""
+        self._pump()
+        results, self._results = self._results, []
+        return results
+
+    def _pump(self) -> None:
+        for worker in (self._lower, self._upper):
+            for result in worker.poll():
+                self._take(worker, result)
+        for flight in [f for f in self._flights if any(not part.open for part in f.parts)]:
+            for part in [part for part in flight.parts if not part.open]:
+                self._try(flight, part)
+        if not self._closed:
+            self._descend()
+
+    def _take(self, worker: TierWorker, result: TransferResult) -> None:
+        if worker is self._lower and result.id in self._descents:
+            self._end_descent(result)
+            return
+        found = self._parts.get((worker, result.id))
+        if found is None:
+            return
+        flight, part = found
+        if result.late:
+            if not flight.late:
+                flight.late = True
+                late = failed(flight.transfer, result.error)
+                self._results.append(replace(late, late=True))
+            return
+        del self._parts[worker, result.id]
+        self._end(flight, part, result)
+
+    def _end(self, flight: _Flight, part: _Part, result: TransferResult) -> None:
+        """A part is over; the flight too, if it was the last and nothing has to go on."""
+        flight.parts.remove(part)
+        flight.error = flight.error or result.error
+        flight.seconds += result.seconds
+        if not part.ascends:
+            flight.ok[part.rows] = result.ok
+            flight.bytes += result.bytes
+        else:
+            if result.gone is not None:
+                flight.gone[part.rows] = result.gone
+            rows = part.rows[result.ok == 1]
+            if len(rows):
+                onward = _Part(self._upper, _some(flight.transfer, rows), rows, ascends=False)
+                flight.parts.append(onward)
+                self._try(flight, onward)
+        self._settle(flight)
+
+    def _settle(self, flight: _Flight) -> None:
+        """Its result, once, where no part is left."""
+        if flight.parts or flight.ended:
+            return
+        flight.ended = True
+        self._results.append(flight.result())
+        if flight in self._flights:
+            self._flights.remove(flight)
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Until there is a result, or the time is over. Keeps the background going meanwhile."""
+        end = time.monotonic() + min(timeout_seconds, threading.TIMEOUT_MAX)
+        while True:
+            self._came.clear()
+            self._pump()
+            now = time.monotonic()
+            if self._results or now >= end:
+                return bool(self._results)
+            dues = [flight.due for flight in self._flights if not flight.late]
+            seconds = min([end, *dues]) - now
+            self._came.wait(max(seconds, 0.0) if self._tells else min(seconds, SLICE_SECONDS))
+
+    # ---- the background ------------------------------------------------------------------------
+
+    def _descend(self) -> None:
+        while (transfer := self._scheduler.plan_descent()) is not None:
+            number = next(self._ids)
+            if not self._lower.submit(replace(transfer, id=number)):
+                refused = failed(transfer, f"{QUEUE_FULL}: the worker is busy")
+                self._scheduler.complete_descent(refused)
+                return
+            self._descents[number] = transfer
+
+    def _end_descent(self, result: TransferResult) -> None:
+        transfer = self._descents[result.id] if result.late else self._descents.pop(result.id)
+        self._scheduler.complete_descent(replace(result, id=transfer.id))
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until all that was stored lies in the lower tier, or does not fit there."""
+        end = time.monotonic() + timeout_seconds
+        while True:
+            self._came.clear()
+            self._pump()
+            now = time.monotonic()
+            if not self._scheduler.behind:
+                return self._lower.flush(max(end - now, 0.0))
+            if now >= end or self._closed:
+                return False
+            self._came.wait(min(end - now, math.inf if self._tells else SLICE_SECONDS))
+
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> bool:
+        """The lower tier first, as it reads and writes memory of the upper one."""
+        end = time.monotonic() + timeout_seconds
+        self._closed = True
+        closed = self._lower.close(timeout_seconds)
+        if closed:
+            closed = self._upper.close(max(end - time.monotonic(), 0.0))
+        self._pump()
+        return closed
+
+
+def _some(transfer: Transfer, rows: NDArray[np.intp]) -> Transfer:
+    """Some items of a chain's transfer, as one of the upper tier."""
+    return Transfer(
+        transfer.id,
+        transfer.direction,
+        transfer.groups[rows],
+        transfer.pages[rows],
+        transfer.slots[rows],
+        transfer.deadline_seconds,
+    )
+
+
+def _overdue(flight: _Flight) -> str:
+    return f"Deadline: {flight.transfer.deadline_seconds} s passed between two tiers"
