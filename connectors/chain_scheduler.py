@@ -120,11 +120,6 @@ class ChainScheduler(TierScheduler):
     ) -> ChainPromise:
         """A new promise; the lower tier is to be asked for what the upper one does not have."""
         missing = [d[flags == 0] for d, flags in zip(keys.digests, found, strict=True)]
-        held = [d[flags != 0] for d, flags in zip(keys.digests, found, strict=True)]
-        if any(map(len, held)):  # what is in use above must not be the oldest below
-            number = next(self._own)
-            if self._lower.lookup(RequestKeys(number, keys.namespace, held)) is not None:
-                self._lower.release(number)
         below = None
         if any(map(len, missing)):
             below = RequestKeys(next(self._own), keys.namespace, missing)
@@ -170,6 +165,7 @@ class ChainScheduler(TierScheduler):
         if ascent is not None:
             slots[ascent.rows] = ascent.reserved.slots
             seconds = max(seconds, ascent.read.deadline_seconds)
+        self._touch_below(wanted, here)
         transfer = ChainTransfer(
             id=next(self._ids),
             direction=Direction.LOAD,
@@ -199,6 +195,17 @@ class ChainScheduler(TierScheduler):
         items["page"] = store.slots
         read = self._lower.plan_load(promise.below.request, KeyedPages(items, wanted.namespaces))
         return Ascent(rows[chosen], read, store)
+
+    def _touch_below(self, wanted: KeyedPages, rows: NDArray[np.intp]) -> None:
+        """What is in use above must not be the oldest below, and go from there first."""
+        items = wanted.items[rows]
+        for number in np.unique(items["ns"]).tolist():
+            ours = items[items["ns"] == number]
+            groups = range(len(self._page_bytes))
+            digests = [np.ascontiguousarray(ours["digest"][ours["group"] == g]) for g in groups]
+            keys = RequestKeys(next(self._own), wanted.namespaces[number], digests)
+            if self._lower.lookup(keys) is not None:
+                self._lower.release(keys.request)
 
     def plan_store(self, pages: KeyedPages) -> tuple[ChainTransfer, NDArray[np.int64]] | None:
         """Into the upper tier. Does not look below: what is there alone may come up this way too."""

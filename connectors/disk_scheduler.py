@@ -159,7 +159,11 @@ class DiskScheduler(PoolScheduler):
         return slots >= 0, slots[slots >= 0]
 
     def _adopt(self, group: int, names: NDArray[np.uint8]) -> None:
-        """Files that are there get slots, the last of them the youngest; none: they stay unknown."""
+        """Files that are there get slots, the last of them the youngest; none: they stay unknown.
+
+        What is old makes room, with its file: two processes that store at the same time may each
+        have taken the last slot, or both have removed the same file for it.
+        """
         slots = self._take(group, len(names))
         names = names[len(names) - len(slots) :]
         for namespace, rows in _by_namespace(names):

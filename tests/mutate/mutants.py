@@ -1,4 +1,4 @@
-"""All faults. They stand in four files: keys and hits, pages and memory, explanations, what is in Python."""
+"""All faults. They stand in five files: keys and hits, pages and memory, explanations, what is in Python, tiers."""
 
 from __future__ import annotations
 
@@ -6,5 +6,6 @@ from mutate.mutants_explain import EXPLAIN
 from mutate.mutants_keys import KEYS
 from mutate.mutants_memory import MEMORY
 from mutate.mutants_python import PYTHON
+from mutate.mutants_tiers import TIERS
 
-MUTANTS = [*KEYS, *MEMORY, *EXPLAIN, *PYTHON]
+MUTANTS = [*KEYS, *MEMORY, *EXPLAIN, *PYTHON, *TIERS]
