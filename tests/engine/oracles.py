@@ -307,11 +307,7 @@ class LayerOracle(NamedTuple):
         """`[T, width]`, all of the text in one pass."""
         positions = torch.arange(len(x))[None]
         mask = masking_utils.create_sliding_window_causal_mask(
-            config=self.config,
-            inputs_embeds=x[None],
-            attention_mask=None,
-            cache=None,
-            position_ids=positions,
+            self.config, x[None], None, None, position_ids=positions
         )
         with torch.inference_mode():
             turns = {
