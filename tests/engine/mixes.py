@@ -12,7 +12,7 @@ A new dimension (another tier, a restart, shards of heads or tokens) is a field 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from engine.rig import DRAIN_SECONDS, held_pages
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcache import Manager, Sparse
+from kvcache import Geometry, Manager, Sparse
+from kvcache.connectors.base import Connector
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.driver import Offload
 from kvcache.engine.engine import Engine, EngineSettings
@@ -37,6 +38,7 @@ from kvcache.engine.layer_settings import (
     LayerSettings,
 )
 from kvcache.engine.model import Model
+from kvcache.engine.request import Token
 from kvcache.engine.runner import TorchRunner
 
 FULL = FullLayer(head_dim=8)
@@ -126,6 +128,14 @@ class World:
         return np.array(tokens, np.int32)
 
 
+def _host(geometry: Geometry, pages: int) -> Connector:
+    return CpuConnector(geometry, pages=[pages] * len(geometry.groups))
+
+
+TIERS: dict[str, Callable[[Geometry, int], Connector]] = {"host": _host}
+"""What a tier is made from: a geometry, and pages of each group."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Course:
     """What one run goes through."""
@@ -140,7 +150,9 @@ class Course:
     """Chance, after each step, that a running request loses its pages."""
     movable: bool
     tier: str
-    """`` or `host`."""
+    """One of `TIERS`, or empty: none."""
+    tier_pages: int
+    """Slots of each group there: with few, the tier forgets too."""
     forgetting: bool
     """The device loses everything between turns: what a tier has comes from there."""
     interval_tokens: int
@@ -151,7 +163,7 @@ def draw(world: World, seed: int) -> Course:
     """The course of a seed."""
     rng = random.Random(seed)
     grid = world.model.geometry.grid_tokens
-    tier = rng.choice(["", "host", "host"])
+    tier = rng.choice(["", *TIERS, *TIERS])
     max_requests = rng.choice([1, 2, 4])
     return Course(
         token_budget=max(max_requests, rng.choice([5, 9, 17, 33, 200])),
@@ -160,6 +172,7 @@ def draw(world: World, seed: int) -> Course:
         preempting=rng.choice([0.0, 0.1, 0.3]),
         movable=rng.random() < 0.5,
         tier=tier,
+        tier_pages=rng.choice([6, 100, 100]),
         forgetting=bool(tier) and rng.random() < 0.7,
         interval_tokens=rng.choice([0, 0, grid, 3 * grid]),
         seed=seed,
@@ -193,7 +206,7 @@ class Play(Engine):
         )
         offload = None
         if course.tier:
-            connector = CpuConnector(geometry, pages=[100] * len(geometry.groups))
+            connector = TIERS[course.tier](geometry, course.tier_pages)
             offload = Offload(manager, connector, runner.regions())
         settings = EngineSettings(
             token_budget=course.token_budget, max_requests=course.max_requests, debug=True
@@ -220,15 +233,24 @@ class Play(Engine):
         rng = random.Random(self.course.seed)
         for turn in range(TURNS):
             prompts = list(enumerate(self.world.prompts(turn)))
+            answers: dict[int, list[int]] = {
+                session: prompt.tolist() for session, prompt in prompts
+            }
             rng.shuffle(prompts)
             while prompts or self.busy:
                 if prompts and (not self.busy or rng.random() < 0.7):
                     session, prompt = prompts.pop()
                     request = self.add_request(prompt, max_new_tokens=NEW_TOKENS)
                     self.sessions[request] = session
-                self.step()
+                for event in self.step():
+                    if isinstance(event, Token):
+                        answers[self.sessions[event.request]].append(event.token)
                 if self.scheduler.running and rng.random() < self.course.preempting:
                     self.preempt(rng.choice(self.scheduler.running).id)
+            for session, text in enumerate(self.world.texts):
+                said = answers[session]
+                assert said == text[: len(said)].tolist()
+                assert len(said) == len(self.world.prompts(turn)[session]) + NEW_TOKENS
             self._between_turns()
         counters, stats = self.counters, self._manager.arena_stats()
         self.met.add("preemptions", counters.preemptions)
