@@ -11,7 +11,10 @@ from kvcache.core.alike import alike
 from kvcache.core.errors import ConfigError
 
 FP8_MOST = 448.0
-"""Largest finite number of float8_e4m3fn (arXiv 2209.05433, table 1); torch makes NaN of more."""
+"""Largest finite number of float8_e4m3fn (arXiv 2209.05433, table 1).
+
+torch 2.13 casts larger ones to it, as here; earlier versions cast them to NaN.
+"""
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,6 @@ OF_A_LAYER = (
 EXACT = "tests/engine/test_exact.py::test_"
 DIRTY = "tests/engine/test_runner.py::test_what_earlier_owners_left_in_a_page_does_not_change_a_bit"
 POOLING = "tests/engine/test_pooling_pages.py::test_rows_that_no_later_step_reads_need_no_page"
-FLOAT8 = (
-    "tests/engine/test_kv_format.py"
-    "::test_float8_stores_the_nearest_number_and_never_more_than_its_largest"
-)
 MIXES = "tests/engine/test_exact_mixes.py::test_no_course_changes_a_bit"
 
 ENGINE = [
@@ -105,13 +101,6 @@ ENGINE = [
         "rows = torch.cat((earlier, new[span.rows]))",
         "rows = torch.cat((earlier * 0, new[span.rows]))",
         (OF_A_LAYER, EXACT + "any_chunk_plan_computes_the_same_bits", MIXES),
-    ),
-    Mutant(
-        "float8 beyond its largest number",
-        "kvcache/engine/kv_format.py",
-        "values = values.clamp(-self.most, self.most)",
-        "values = values.clone()",
-        (FLOAT8,),
     ),
     Mutant(
         "the format of K and V not in the keys",
