@@ -2,7 +2,8 @@
 
 What a careful engineer writes without paging: contiguous K/V memory in the layout that torch's
 attention likes best, fused projections, one attention call for each layer. It shares the weights
-with the paged engine and no code.
+with the paged engine and no code. It has attention and GDN layers: those of the models that are
+measured.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from kvcache.engine.layers_attention import Attention
-from kvcache.engine.layers_state import DeltaRule
+from kvcache.core.errors import ConfigError
+from kvcache.engine.layers import Attention, GatedDelta
 from kvcache.engine.model import Model
 
 Biases = dict[int | None, Tensor]
@@ -25,24 +26,31 @@ class Dense:
     def __init__(self, model: Model, requests: int, context: int) -> None:
         self.weights = model.weights
         self.context = context
-        self.memory: list[Tensor] = []
+        self.memory: list[tuple[Tensor, ...]] = []
+        """Of each layer: K and V; or states and the convolution's last inputs, by request."""
         self._windows: set[int | None] = set()
         for layer in model.weights.layers:
             mixer = layer.mixer
             if isinstance(mixer, Attention):
                 self._windows.add(mixer.window)
-            shape = (
-                (2, requests, mixer.kv_heads, context, mixer.head_dim)
-                if isinstance(mixer, Attention)
-                else (requests, *mixer.state_shape)
-            )
-            self.memory.append(torch.zeros(shape))
+                shape = (requests, mixer.kv_heads, context, mixer.head_dim)
+                self.memory.append((torch.zeros(shape), torch.zeros(shape)))
+            elif isinstance(mixer, GatedDelta):
+                h = mixer.heads
+                matrix = (requests, h.value_heads, h.key_dim, h.value_dim)
+                tail = (requests, h.channels, h.taps - 1)
+                self.memory.append((torch.zeros(matrix), torch.zeros(tail)))
+            else:
+                raise ConfigError(
+                    f"the dense baseline has no {type(mixer).__name__} layers: measure a model of"
+                    " attention and GDN layers"
+                )
 
     def fill(self, seed: int) -> None:
         """Random K, V and states, in place of those of long prompts."""
         generator = torch.Generator().manual_seed(seed)
-        for memory in self.memory:
-            memory.normal_(generator=generator)
+        for part in (part for memory in self.memory for part in memory):
+            part.normal_(generator=generator)
 
     def prefill(self, tokens: Tensor) -> Tensor:
         """Logits `[1, vocabulary]` after a prompt `[n]`, whose K, V and states are kept."""
@@ -56,13 +64,13 @@ class Dense:
     def _forward(self, tokens: Tensor, positions: Tensor, biases: Biases | None) -> Tensor:
         w = self.weights
         x = F.embedding(tokens, w.embed)
-        turns = w.rotation[positions]
         for layer, memory in zip(w.layers, self.memory, strict=True):
             h = F.rms_norm(x, (x.shape[-1],), layer.mixer_norm, w.epsilon)
             if isinstance(layer.mixer, Attention):
-                x = x + self._attention(layer.mixer, h, positions, turns, memory, biases)
+                x = x + self._attention(layer.mixer, h, positions, memory, biases)
             else:
-                x = x + self._state(layer.mixer, h, memory, fresh=biases is None)
+                assert isinstance(layer.mixer, GatedDelta)
+                x = x + self._delta(layer.mixer, h, memory, fresh=biases is None)
             h = F.rms_norm(x, (x.shape[-1],), layer.mlp_norm, w.epsilon)
             gate, up = F.linear(h, layer.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
@@ -70,10 +78,11 @@ class Dense:
         return F.linear(last, w.head)
 
     def _attention(
-        self, layer: Attention, h: Tensor, positions: Tensor, turns: Tensor, cache: Tensor,
+        self, layer: Attention, h: Tensor, positions: Tensor, cache: tuple[Tensor, ...],
         biases: Biases | None,
     ) -> Tensor:  # fmt: skip
         n, t, _ = h.shape
+        turns = layer.rotation[positions]
         qkv = F.linear(h, layer.qkv).view(n, t, -1, layer.head_dim)
         split = qkv.shape[2] - layer.kv_heads
         turned = torch.view_as_complex(qkv[:, :, :split].reshape(n, t, split, -1, 2))
@@ -81,7 +90,7 @@ class Dense:
         q, k = turned.tensor_split([split - layer.kv_heads], dim=1)
         v = qkv[:, :, split:].transpose(1, 2)
         if biases is None:
-            cache[0, :, :, :t], cache[1, :, :, :t] = k, v
+            cache[0][:, :, :t], cache[1][:, :, :t] = k, v
             seen = None
             if layer.window is not None:
                 seen = torch.ones(t, t, dtype=torch.bool).tril_().triu_(1 - layer.window)
@@ -106,17 +115,29 @@ class Dense:
             hidden = hidden | (positions <= last - window)
         return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None, :]
 
-    def _state(self, layer: DeltaRule, h: Tensor, state: Tensor, *, fresh: bool) -> Tensor:
+    def _delta(
+        self, layer: GatedDelta, h: Tensor, memory: tuple[Tensor, ...], *, fresh: bool
+    ) -> Tensor:
         n, t, _ = h.shape
-        heads, keys = layer.heads, layer.key_dim
-        qkv = F.linear(h, layer.qkv).view(n, t, heads, -1)
-        q = F.normalize(qkv[..., :keys], dim=-1, eps=layer.epsilon)
-        k = F.normalize(qkv[..., keys : 2 * keys], dim=-1, eps=layer.epsilon)
-        v = qkv[..., 2 * keys :]
-        gates = F.linear(h, layer.gates)
-        decay = torch.sigmoid(gates[..., :heads] + layer.decay_bias)
-        rate = torch.sigmoid(gates[..., heads : 2 * heads])
-        s = torch.zeros_like(state) if fresh else state.clone()
+        heads, keys = layer.heads, layer.heads.key_heads * layer.heads.key_dim
+        if fresh:
+            for part in memory:
+                part.zero_()
+        state, tail = memory
+        inputs = torch.cat((tail, F.linear(h, layer.qkv).transpose(1, 2)), 2)
+        tail.copy_(inputs[:, :, inputs.shape[2] - tail.shape[2] :])
+        kernel = layer.taps.t().unsqueeze(1)
+        qkv = F.silu(F.conv1d(inputs, kernel, groups=len(kernel))).transpose(1, 2)
+        q, k, v = qkv.tensor_split((keys, 2 * keys), -1)
+        each = heads.value_heads // heads.key_heads
+        q, k = (
+            F.normalize(part.view(n, t, heads.key_heads, -1), dim=-1).repeat_interleave(each, 2)
+            for part in (q, k)
+        )
+        v = v.view(n, t, heads.value_heads, -1)
+        forget = F.softplus(F.linear(h, layer.decay) + layer.decay_bias) * layer.speed
+        decay, rate = torch.exp(-forget), torch.sigmoid(F.linear(h, layer.rate))
+        s = state.clone()
         outputs = []
         for i in range(t):
             s = s * decay[:, i, :, None, None]
@@ -124,8 +145,7 @@ class Dense:
             s = s + torch.einsum("nhk,nhv->nhkv", k[:, i], wrong * rate[:, i, :, None])
             outputs.append(torch.einsum("nhkv,nhk->nhv", s, q[:, i]))
         state.copy_(s)
-        mixed = torch.stack(outputs, 1)
+        mixed = torch.stack(outputs, 1) * heads.key_dim**-0.5
         mixed = F.rms_norm(mixed, (mixed.shape[-1],), layer.norm, layer.epsilon)
-        return F.linear(
-            (mixed * F.silu(gates[..., 2 * heads :].view_as(mixed))).flatten(2), layer.out
-        )
+        gate = F.silu(F.linear(h, layer.gate)).view_as(mixed)
+        return F.linear((mixed * gate).flatten(2), layer.out)

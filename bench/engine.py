@@ -26,7 +26,8 @@ from kvcache.core.layout import Geometry
 from kvcache.core.records import StatePlan
 from kvcache.engine import smollm2, tiny
 from kvcache.engine.chunk import Chunk
-from kvcache.engine.layers_attention import Attention
+from kvcache.engine.kv_format import Rows
+from kvcache.engine.layers.recurrence import States
 from kvcache.engine.model import Model
 from kvcache.engine.runner import TorchRunner
 
@@ -119,15 +120,17 @@ class Paged:
         """Take over the K, V and states of the baseline."""
         model = self.runner.model
         caches = model.caches(self.runner.storage)
-        for cache, memory, layer in zip(caches, dense.memory, model.weights.layers, strict=True):
-            pages = torch.from_numpy(self._pages[model.group(layer)]).long()
-            if isinstance(layer.mixer, Attention):
-                block = cache.shape[2]
-                padded = F.pad(memory, (0, 0, 0, pages.shape[1] * block - dense.context))
+        for cache, memory, groups in zip(caches, dense.memory, model.groups, strict=True):
+            pages = torch.from_numpy(self._pages[groups[0]]).long()
+            if isinstance(cache, Rows):
+                kv, block = torch.stack(memory), cache.pages.shape[2]
+                padded = F.pad(kv, (0, 0, 0, pages.shape[1] * block - dense.context))
                 blocks = padded.view(*padded.shape[:3], -1, block, padded.shape[4])
-                cache[pages] = blocks.permute(1, 3, 0, 4, 2, 5).flatten(4)
+                cache.write((pages,), blocks.permute(1, 3, 0, 4, 2, 5).flatten(4))
             else:
-                cache[pages[:, 0]] = memory
+                assert isinstance(cache, States)
+                cache.matrix[pages[:, 0]] = memory[0]
+                cache.tail[pages[:, 0]] = memory[1].transpose(1, 2)
 
     def prefill(self, tokens: NDArray[np.int32], budget: int) -> Tensor:
         """Logits after a prompt, computed in chunks of at most `budget` tokens."""

@@ -26,7 +26,6 @@ from kvcache.bench.demo.script import DemoSettings, Kit, Script
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.driver import Offload
 from kvcache.core.errors import ConfigError
-from kvcache.core.hashing import Fingerprint
 from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
 from kvcache.engine.engine import Engine, EngineSettings
@@ -149,7 +148,7 @@ class Player:
             slabs=slabs,
             movable=True,
             retention=Sparse(),
-            fingerprint=Fingerprint(model=kit.model.name, kv_dtype="float32"),
+            fingerprint=kit.model.fingerprint(),
             seed=settings.seed,
         )
         self._offload: Offload | None = None

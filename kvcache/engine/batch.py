@@ -8,12 +8,16 @@ first, longest context first, so that a bucket of them is a slice:
 
 Of a sliding window only the blocks that a chunk reads are gathered; positions then count from the
 first of these.
+
+Of a transient group (pooling states) a step stores only the rows whose block has a page; it reads
+none of the rows that it writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +33,20 @@ from kvcache.engine.ops import causal_bias
 QUERY_BLOCK_TOKENS = 256
 """A chunk's queries are taken in blocks of this many, each with no more context than it needs."""
 
+NOWHERE = -1
+"""In a block table: of a transient group a block without a page, whose rows are not stored."""
+
 BUCKET_RATIO = 2
 """A bucket's longest context has less than this many times the blocks of its shortest."""
+
+
+class Reading(NamedTuple):
+    """How layers read the pages of a group."""
+
+    heads_per_row: int = 1
+    """Query heads that share one row of K."""
+    by_request: bool = False
+    """One request after the other, also while decoding, and masked by the layer itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +66,11 @@ class Span:
 
     rows: slice
     pages: Tensor
-    """`[blocks]` up to the chunk's end; of a window from the first block that is read."""
+    """`[blocks]` up to the chunk's end; of a window from the first block that is read. -1: no page."""
     context: int
     """Tokens up to the chunk's end, from the first page on."""
+    first: int
+    """Position of the first token of the first page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +78,14 @@ class AttentionPlan:
     """One attention group in one step."""
 
     pages: Tensor
-    """`[rows]`: the page of each token's K and V ..."""
+    """`[rows]`: the page of each token's K and V (-1: of a transient group, stored nowhere) ..."""
     offsets: Tensor
     """... and its place there."""
     buckets: list[Bucket]
     spans: list[Span]
     bias: Tensor | None
-    """Bias of one query block with the longest context of the spans: causal, inside the window."""
+    """Bias of one query block with the longest context of the spans: causal, inside the window.
+    None where there are no spans, or the group is read by request."""
     gathered_pages: int
     """Most pages that a bucket or span gathers."""
 
@@ -106,11 +125,17 @@ class Batch:
 
 
 def make_batch(
-    chunks: Sequence[Chunk], geometry: Geometry, heads_per_kv: int, *, by_request: bool = False
+    chunks: Sequence[Chunk],
+    geometry: Geometry,
+    readings: Sequence[Reading],
+    *,
+    by_request: bool = False,
 ) -> Batch:
     """The plan of one step for chunks that are known to be valid, at least one.
 
-    `by_request`: attention takes decoding requests one by one too, as spans.
+    Args:
+        readings: of each group.
+        by_request: decoding requests are taken one by one, as spans, in every group.
     """
     order = sorted(range(len(chunks)), key=lambda i: _place(i, chunks[i]))
     ordered = [chunks[i] for i in order]
@@ -124,10 +149,16 @@ def make_batch(
         positions=torch.from_numpy(positions),
         last=torch.from_numpy(last),
         groups=[
-            _plan_states(g, ordered, rows)
+            _plan_states(g, ordered, rows, 0 if by_request else _decoding(ordered))
             if rules.kind == "state"
-            else _plan_attention(g, rules, ordered, rows, heads_per_kv, by_request=by_request)
-            for g, rules in enumerate(geometry.rules)
+            else _plan_attention(
+                g,
+                rules,
+                ordered,
+                rows,
+                reading._replace(by_request=by_request or reading.by_request),
+            )
+            for g, (rules, reading) in enumerate(zip(geometry.rules, readings, strict=True))
         ],
     )
 
@@ -150,9 +181,7 @@ def _plan_attention(
     rules: GroupRules,
     chunks: Sequence[Chunk],
     rows: Sequence[slice],
-    heads_per_kv: int,
-    *,
-    by_request: bool,
+    reading: Reading,
 ) -> AttentionPlan:
     block = rules.block_tokens
     firsts = [first_block(rules, c.start) for c in chunks]
@@ -163,11 +192,11 @@ def _plan_attention(
         for c, context in zip(chunks, contexts, strict=True)
     ]
     pages = [t[p // block] for t, p in zip(tables, positions, strict=True)]
-    decoding = 0 if by_request else _decoding(chunks)
+    decoding = 0 if reading.by_request else _decoding(chunks)
     window = rules.lead_tokens + 1 if rules.kind == "span" else None
     spans = [
-        Span(r, torch.from_numpy(t), n)
-        for r, t, n in zip(rows[decoding:], tables[decoding:], contexts[decoding:], strict=True)
+        Span(rows[i], torch.from_numpy(tables[i]), contexts[i], firsts[i] * block)
+        for i in range(decoding, len(chunks))
     ]
     buckets = _buckets(tables[:decoding], contexts[:decoding], block, window)
     gathered = [bucket.pages for bucket in buckets] + [span.pages for span in spans]
@@ -176,7 +205,9 @@ def _plan_attention(
         offsets=torch.from_numpy(np.concatenate(positions) % block),
         buckets=buckets,
         spans=spans,
-        bias=_span_bias(chunks[decoding:], contexts[decoding:], heads_per_kv, window),
+        bias=None
+        if reading.by_request
+        else _span_bias(chunks[decoding:], contexts[decoding:], reading.heads_per_row, window),
         gathered_pages=max(len(pages) for pages in gathered),
     )
 
@@ -193,12 +224,12 @@ def _table(chunk: Chunk, group: int, first: int, block: int) -> NDArray[np.int64
 
 
 def _span_bias(
-    chunks: Sequence[Chunk], contexts: Sequence[int], heads_per_kv: int, window: int | None
+    chunks: Sequence[Chunk], contexts: Sequence[int], heads_per_row: int, window: int | None
 ) -> Tensor | None:
     if not chunks:
         return None
     longest = max(len(c.tokens) for c in chunks)
-    return causal_bias(min(QUERY_BLOCK_TOKENS, longest), max(contexts), heads_per_kv, window)
+    return causal_bias(min(QUERY_BLOCK_TOKENS, longest), max(contexts), heads_per_row, window)
 
 
 def _buckets(
@@ -229,9 +260,10 @@ def _buckets(
 # ---- recurrent state ---------------------------------------------------------------------------------
 
 
-def _plan_states(group: int, chunks: Sequence[Chunk], rows: Sequence[slice]) -> StatesPlan:
+def _plan_states(
+    group: int, chunks: Sequence[Chunk], rows: Sequence[slice], decoding: int
+) -> StatesPlan:
     plans = [_state(c, group) for c in chunks]
-    decoding = _decoding(chunks)
     sources = np.array([p.source for p in plans[:decoding]], np.int64)
     targets = np.array([p.pages[-1] for p in plans[:decoding]], np.int64)
     return StatesPlan(

@@ -1,24 +1,23 @@
-"""A stack of layers over paged storage: attention, sliding window or state, then a gated MLP."""
+"""A stack of layers over paged storage: each mixes tokens in its own way, then a gated MLP."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from kvcache.core.errors import ConfigError
+from kvcache.core.hashing import Fingerprint
 from kvcache.core.layout import Geometry
-from kvcache.core.specs import FullAttention, GroupSpec, RecurrentState, SlidingWindow
 from kvcache.engine import ops
-from kvcache.engine.batch import AttentionPlan, Batch, StatesPlan
-from kvcache.engine.layers_attention import Attention
-from kvcache.engine.layers_state import DeltaRule
+from kvcache.engine.batch import Batch
+from kvcache.engine.kv_format import Rows, find_kv_format
+from kvcache.engine.layers.base import GroupUse, LayerStep, Mixer
 from kvcache.engine.storage import PagedStorage
 
-ATTENTION = "attention"
-WINDOW = "window"
-STATE = "state"
+_PLACES = {"full": 0, "span": 1, "state": 2}
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +25,7 @@ class Layer:
     """One layer: `x += mixer(norm(x)); x += mlp(norm(x))`."""
 
     mixer_norm: Tensor
-    mixer: Attention | DeltaRule
+    mixer: Mixer
     mlp_norm: Tensor
     gate_up: Tensor
     """`[2 * hidden, width]`."""
@@ -48,114 +47,120 @@ class Weights:
     """`[vocabulary, width]`; may be `embed`."""
     epsilon: float
     context_tokens: int
-    rotation: Tensor
-    """`ops.rotation_table` of `context_tokens` positions."""
-
-
-def group_name(mixer: Attention | DeltaRule) -> str:
-    """Name of the cache group that a layer belongs to."""
-    if isinstance(mixer, DeltaRule):
-        return STATE
-    return ATTENTION if mixer.window is None else WINDOW
 
 
 class Model:
-    """Weights with a page size.
+    """Weights with page sizes and a format of K and V.
+
+    Layers that keep the same kind of thing in the same shape share a cache group. Groups that keep
+    every token come first, then windows, then states.
 
     Args:
+        block_tokens: of every group, except those of
+        group_blocks: block sizes by the name of the group.
+        kv_dtype: format of K and V in the pages, one of `kv_format.KV_FORMATS`. What is computed is
+            float32; recurrent and pooling states are too.
         exact: compute so that no result depends on how a prompt was cut, or on what else is in the
             batch. Slow: for tests.
 
     Attributes:
-        geometry: at most one group each of attention, window and state layers.
+        geometry: the groups.
+        readings: how layers read each of them.
         vocab_size: token ids are below this.
         context_tokens: longest context.
-        heads_per_kv: query heads that share a KV head, the same in all layers.
+
+    Raises:
+        ConfigError: sizes that cannot be, or a name that is unknown.
     """
 
-    def __init__(self, weights: Weights, *, block_tokens: int = 16, exact: bool = False) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        block_tokens: int = 16,
+        group_blocks: Mapping[str, int] | None = None,
+        kv_dtype: str = "fp32",
+        exact: bool = False,
+    ) -> None:
         self.weights = weights
         self.name = weights.name
+        self.kv_dtype = kv_dtype
         self.vocab_size = len(weights.embed)
         self.context_tokens = weights.context_tokens
         self.ops = ops.EXACT if exact else ops.FAST
-        groups: dict[str, list[Attention | DeltaRule]] = {}
-        for layer in weights.layers:
-            groups.setdefault(group_name(layer.mixer), []).append(layer.mixer)
+        self._mixers = [layer.mixer for layer in weights.layers]
+        kv, blocks = find_kv_format(kv_dtype), dict(group_blocks or {})
+        of_layer = [
+            mixer.groups(lambda name: blocks.get(name, block_tokens), kv) for mixer in self._mixers
+        ]
+        counts: dict[GroupUse, int] = {}
+        for use in (use for uses in of_layer for use in uses):
+            counts[use] = counts.get(use, 0) + 1
+        self._uses = sorted(counts, key=lambda use: _PLACES[use.spec.rules.kind])
+        if unknown := set(blocks) - {use.spec.name for use in self._uses}:
+            raise ConfigError(
+                f"group_blocks names {sorted(unknown)}: the groups are"
+                f" {[use.spec.name for use in self._uses]}"
+            )
+        self.groups: list[tuple[int, ...]] = [
+            tuple(self._uses.index(use) for use in uses) for uses in of_layer
+        ]
+        """Of each layer, by index in the geometry."""
+        self.readings = [use.reading for use in self._uses]
         self.geometry = Geometry(
             tuple(
-                _spec(groups[name], block_tokens, weights.embed.element_size())
-                for name in (ATTENTION, WINDOW, STATE)
-                if name in groups
+                replace(use.spec, name=name, layers=counts[use])  # type: ignore[type-var]
+                for name, use in zip(
+                    _unique(use.spec.name for use in self._uses), self._uses, strict=True
+                )
             ),
             state_grid_tokens=block_tokens,
         )
-        self._groups = {spec.name: g for g, spec in enumerate(self.geometry.groups)}
-        mixers = [layer.mixer for layer in weights.layers]
-        self.heads_per_kv = next((m.heads_per_kv for m in mixers if isinstance(m, Attention)), 1)
-        self._state_shape = next((m.state_shape for m in mixers if isinstance(m, DeltaRule)), ())
 
-    def caches(self, storage: PagedStorage) -> list[Tensor]:
-        """Each layer's view of its group's pages, in the order of the layers."""
-        views = {
-            g: iter(
-                storage.states(g, self._state_shape)
-                if isinstance(spec, RecurrentState)
-                else storage.attention(g)
-            )
-            for g, spec in enumerate(self.geometry.groups)
-        }
-        return [next(views[self.group(layer)]) for layer in self.weights.layers]
+    def fingerprint(self) -> Fingerprint:
+        """What the manager hashes into every key: these weights, and K and V as they are stored."""
+        return Fingerprint(model=self.name, kv_dtype=self.kv_dtype)
 
-    def forward(self, batch: Batch, caches: Sequence[Tensor]) -> Tensor:
+    def caches(self, storage: PagedStorage) -> list[object]:
+        """What each layer's forward takes: its part of its groups' pages."""
+        parts = [
+            iter([Rows(pages, use.format) for pages in storage.layers(g, use.format.carrier)])
+            for g, use in enumerate(self._uses)
+        ]
+        return [
+            mixer.cache([next(parts[g]) for g in groups])
+            for mixer, groups in zip(self._mixers, self.groups, strict=True)
+        ]
+
+    def forward(self, batch: Batch, caches: Sequence[object]) -> Tensor:
         """Logits `[chunks, vocabulary]` of each chunk's last token. Writes pages."""
         w, linear = self.weights, self.ops.linear
         x = embedding(batch.tokens, w.embed)
-        rotation = w.rotation[batch.positions]
-        for layer, cache in zip(w.layers, caches, strict=True):
-            plan = batch.groups[self.group(layer)]
+        turns: dict[int, Tensor] = {}
+        for layer, groups, cache in zip(w.layers, self.groups, caches, strict=True):
+            step = LayerStep(
+                self._turns(layer.mixer, batch.positions, turns), [batch.groups[g] for g in groups]
+            )
             normed = ops.rms_norm(x, layer.mixer_norm, w.epsilon)
-            if isinstance(layer.mixer, Attention):
-                assert isinstance(plan, AttentionPlan)
-                x += layer.mixer.forward(normed, rotation, plan, cache, self.ops)
-            else:
-                assert isinstance(plan, StatesPlan)
-                x += layer.mixer.forward(normed, plan, cache, self.ops)
+            x += layer.mixer.forward(normed, step, cache, self.ops)
             normed = ops.rms_norm(x, layer.mlp_norm, w.epsilon)
             x += linear(self.ops.swiglu(linear(normed, layer.gate_up)), layer.down)
         return linear(ops.rms_norm(x[batch.last], w.norm, w.epsilon), w.head)
 
-    def group(self, layer: Layer) -> int:
-        """Index of a layer's cache group."""
-        return self._groups[group_name(layer.mixer)]
+    @staticmethod
+    def _turns(mixer: Mixer, positions: Tensor, known: dict[int, Tensor]) -> Tensor | None:
+        """The rows of the layer's table; layers with one table share them."""
+        table = mixer.rotation
+        if table is None:
+            return None
+        if id(table) not in known:
+            known[id(table)] = table[positions]
+        return known[id(table)]
 
 
-def _spec(
-    mixers: Sequence[Attention | DeltaRule], block_tokens: int, element_bytes: int
-) -> GroupSpec:
-    """The group of layers that are alike."""
-    first = mixers[0]
-    if isinstance(first, DeltaRule):
-        elements = first.heads * first.key_dim * first.value_dim
-        return RecurrentState(
-            name=STATE, layers=len(mixers), state_bytes_per_layer=elements * element_bytes
-        )
-    assert all(isinstance(m, Attention) and m.window == first.window for m in mixers)
-    if first.window is None:
-        return FullAttention(
-            name=ATTENTION,
-            layers=len(mixers),
-            kv_heads=first.kv_heads,
-            head_dim=first.head_dim,
-            block_tokens=block_tokens,
-            element_bytes=element_bytes,
-        )
-    return SlidingWindow(
-        name=WINDOW,
-        layers=len(mixers),
-        kv_heads=first.kv_heads,
-        head_dim=first.head_dim,
-        window=first.window,
-        block_tokens=block_tokens,
-        element_bytes=element_bytes,
-    )
+def _unique(names: Iterator[str]) -> Iterator[str]:
+    """`name`, `name-2`, `name-3`, ...: groups with equal names differ in sizes."""
+    seen: dict[str, int] = {}
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        yield name if seen[name] == 1 else f"{name}-{seen[name]}"

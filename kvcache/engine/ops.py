@@ -18,6 +18,9 @@ from torch import Tensor
 FEW_ROWS = range(4, 129)
 """Rows for which a CPU's BLAS is faster with the weight as the left factor (1.3x to 1.6x at 16)."""
 
+LINEAR_FROM = 20.0
+"""From here on softplus is its argument: exp(-20) is below float32's rounding of 20."""
+
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x [T, in] @ weight [out, in]^T`. The result may be column-major."""
@@ -26,9 +29,19 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """Each head has a weight of its own: `[T, H, in]` by `[H, out, in]` to `[T, H, out]`."""
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     """Root-mean-square norm over the last dimension (arXiv 1910.07467)."""
-    return F.rms_norm(x, weight.shape, weight, epsilon)
+    return F.rms_norm(x, x.shape[-1:], weight, epsilon)
+
+
+def unit(x: Tensor, epsilon: float) -> Tensor:
+    """`x / sqrt(|x|^2 + epsilon)` over the last dimension."""
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + epsilon)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -40,6 +53,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def sigmoid(x: Tensor) -> Tensor:
     """From `exp`: `torch.sigmoid` rounds differently in the tail of a vector loop."""
     return torch.reciprocal(torch.exp(-x) + 1)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """`log(1 + exp(x))`, from `exp` and `log1p` as `sigmoid` is from `exp`."""
+    return torch.where(x > LINEAR_FROM, x, torch.log1p(torch.exp(x.clamp(max=LINEAR_FROM))))
 
 
 def rotation_table(context_tokens: int, head_dim: int, base: float) -> Tensor:
@@ -72,6 +90,18 @@ def causal_bias(rows: int, context: int, repeat: int, window: int | None = None)
     return bias.view(rows * repeat, context)
 
 
+def short_convolution(x: Tensor, taps: Tensor) -> Tensor:
+    """Each channel convolved with the last tokens, then silu: `[N, taps - 1 + T, C]` to `[N, T, C]`.
+
+    `taps [n, C]`, the last for the token itself. Sums in one order, whatever T and N are.
+    """
+    count = x.shape[1] - len(taps) + 1
+    out = x[:, :count] * taps[0]
+    for i in range(1, len(taps)):
+        out = out + x[:, i : i + count] * taps[i]
+    return out * sigmoid(out)
+
+
 def delta_rule(
     state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor
 ) -> Tensor:
@@ -79,12 +109,13 @@ def delta_rule(
 
         S = decay S;  S = S + rate key (value - S^T key)^T;  out = S^T query
 
-    Shapes: state `[N, H, K, V]`; query, key `[N, T, H, K]`; value `[N, T, H, V]`; decay, rate
-    `[N, T, H]`. Returns `[N, T, H, V]`. A token's result does not depend on T or N.
+    Shapes: state `[N, H, K, V]`; query, key `[N, T, H, K]`; value `[N, T, H, V]`; rate `[N, T, H]`;
+    decay `[N, T, H, 1]`, or one for each row of the state: `[N, T, H, K]` (arXiv 2510.26692).
+    Returns `[N, T, H, V]`. A token's result does not depend on T or N.
     """
     out = torch.empty_like(value)
     for t in range(value.shape[1]):
-        state.mul_(decay[:, t, :, None, None])
+        state.mul_(decay[:, t, :, :, None])
         key_t = key[:, t, :, :, None]
         error = value[:, t] - (state * key_t).sum(-2)
         state.add_(key_t * (error * rate[:, t, :, None])[:, :, None, :])
@@ -100,9 +131,23 @@ def _linear_by_rows(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(x.unsqueeze(1), weight.t().expand(len(x), -1, -1)).squeeze(1)
 
 
+def _linear_by_head_and_row(x: Tensor, weight: Tensor) -> Tensor:
+    parts = zip(x.unbind(1), weight, strict=True)
+    return torch.stack([_linear_by_rows(part.contiguous(), w) for part, w in parts], dim=1)
+
+
 def _swiglu_from_exp(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return gate * sigmoid(gate) * up
+
+
+def _rotate_by_elements_(x: Tensor, rotation: Tensor) -> None:
+    """As `rotate_`; a product of complex numbers may be fused in one place and not in another."""
+    pairs = x.view(*x.shape[:-1], -1, 2)
+    cos, sin = rotation.real.unsqueeze(1), rotation.imag.unsqueeze(1)
+    one, other = pairs[..., 0].clone(), pairs[..., 1].clone()
+    pairs[..., 0] = one * cos - other * sin
+    pairs[..., 1] = other * cos + one * sin
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +155,14 @@ class Ops:
     """The operations of which there are two forms."""
 
     linear: Callable[[Tensor, Tensor], Tensor]
+    linear_by_head: Callable[[Tensor, Tensor], Tensor]
     swiglu: Callable[[Tensor], Tensor]
+    rotate_: Callable[[Tensor, Tensor], None]
     exact: bool
     """Attention too is computed token by token, each over exactly what it sees."""
 
 
-FAST = Ops(linear, swiglu, exact=False)
-EXACT = Ops(_linear_by_rows, _swiglu_from_exp, exact=True)
+FAST = Ops(linear, linear_by_head, swiglu, rotate_, exact=False)
+EXACT = Ops(
+    _linear_by_rows, _linear_by_head_and_row, _swiglu_from_exp, _rotate_by_elements_, exact=True
+)

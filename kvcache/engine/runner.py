@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvcache.connectors.base import PageRegion
 from kvcache.core.errors import InputError, MisuseError
 from kvcache.core.records import StatePlan
-from kvcache.engine.batch import first_block, make_batch
+from kvcache.engine.batch import NOWHERE, first_block, make_batch
 from kvcache.engine.chunk import Chunk
 from kvcache.engine.model import Model
 from kvcache.engine.storage import PagedStorage
@@ -63,7 +63,7 @@ class TorchRunner:
         for chunk in chunks:
             self._clear_open_blocks(chunk)
         model = self.model
-        batch = make_batch(chunks, model.geometry, model.heads_per_kv, by_request=model.ops.exact)
+        batch = make_batch(chunks, model.geometry, model.readings, by_request=model.ops.exact)
         self.last_logits = model.forward(batch, self._caches)
         best: NDArray[np.int32] = self.last_logits.argmax(-1).to(torch.int32).numpy()
         return best
@@ -71,12 +71,14 @@ class TorchRunner:
     def _clear_open_blocks(self, chunk: Chunk) -> None:
         """Zero the page of a last block that this chunk begins and does not fill.
 
-        Attention reads whole pages: what an earlier owner left, or a failed load, may be NaN.
+        Attention reads whole pages: what an earlier owner left, or a failed load, may be NaN. Of
+        a transient group only rows are read that were written.
         """
-        for g, table in enumerate(chunk.tables):
-            block = self.geometry.block_tokens[g]
-            last = chunk.end // block
-            if table is not None and chunk.end % block and last * block >= chunk.start:
+        for g, (table, rules) in enumerate(zip(chunk.tables, self.geometry.rules, strict=True)):
+            if table is None or rules.transient:
+                continue
+            last = chunk.end // rules.block_tokens
+            if chunk.end % rules.block_tokens and last * rules.block_tokens >= chunk.start:
                 self.storage.zero(g, [int(table[last])])
 
     # ---- what a chunk may be ---------------------------------------------------------------------
@@ -116,7 +118,12 @@ class TorchRunner:
                 f"group {group}: {0 if table is None else len(table)} pages for a context of"
                 f" {chunk.end} tokens, which needs {blocks}"
             )
-        self._require_pages(group, table[first_block(rules, chunk.start) : blocks])
+        pages = table[first_block(rules, chunk.start) : blocks]
+        if rules.transient:  # what is written may go nowhere, what is read may not
+            written = np.arange(blocks - len(pages), blocks) * block >= chunk.start
+            pages = pages[~written | (pages != NOWHERE)]
+        if len(pages):
+            self._require_pages(group, pages)
 
     def _require_plan(self, group: int, chunk: Chunk) -> None:
         plan = chunk.states[group]

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvcache.core.errors import ConfigError, InputError
 from kvcache.engine import ops
 from kvcache.engine.gguf import GGUF
-from kvcache.engine.layers_attention import Attention
+from kvcache.engine.layers import Attention
 from kvcache.engine.model import Layer, Model, Weights
 from kvcache.engine.model_file import find_model_file
 from kvcache.engine.tokenizer import BPETokenizer
@@ -99,21 +99,21 @@ class _Reader:
         epsilon = file.number("llama.attention.layer_norm_rms_epsilon", 0.0, 1.0)
         context = file.whole_number("llama.context_length", 1, MAX_CONTEXT_TOKENS)
         base = file.number("llama.rope.freq_base", 1.0, 1e9)
+        rotation = ops.rotation_table(context, self.head_dim, base)
         embed = self._tensor("token_embd.weight", *shape)
         return Weights(
             name=f"{file.path.stem}-{file.digest()[:12]}",  # other bytes, other keys
             embed=embed,
-            layers=[self._layer(f"blk.{i}.") for i in range(self.layers)],
+            layers=[self._layer(f"blk.{i}.", rotation) for i in range(self.layers)],
             norm=self._tensor("output_norm.weight", self.width),
             head=self._tensor("output.weight", *shape)
             if "output.weight" in file.tensors
             else embed,
             epsilon=epsilon,
             context_tokens=context,
-            rotation=ops.rotation_table(context, self.head_dim, base),
         )
 
-    def _layer(self, prefix: str) -> Layer:
+    def _layer(self, prefix: str, rotation: Tensor) -> Layer:
         width, hidden, kv = self.width, self.hidden, self.kv_heads * self.head_dim
         qkv = [
             self._tensor(f"{prefix}attn_{name}.weight", rows, width)
@@ -129,6 +129,7 @@ class _Reader:
                 out=self._tensor(f"{prefix}attn_output.weight", width, width),
                 kv_heads=self.kv_heads,
                 head_dim=self.head_dim,
+                rotation=rotation,
             ),
             mlp_norm=self._tensor(f"{prefix}ffn_norm.weight", width),
             gate_up=torch.cat(gate_up),

@@ -12,11 +12,13 @@ Inside a page the layers lie one after another:
 
     attention        [layers, 2 (K, V), block_tokens, kv_heads, head_dim]
     recurrent        [layers, state]
+
+Elements are as wide as the group says: K and V in one format, states in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -26,7 +28,6 @@ from torch import Tensor
 from kvcache.connectors.base import PageRegion
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
-from kvcache.core.specs import FullAttention, GroupSpec, SlidingWindow
 
 
 class PagedStorage:
@@ -37,9 +38,8 @@ class PagedStorage:
     not fill it is written there.
 
     Args:
-        geometry: the groups; elements must be as wide as `dtype`.
+        geometry: the groups.
         slabs: as the manager has them.
-        dtype: of keys, values and states.
         device: where the memory is.
 
     Attributes:
@@ -55,17 +55,13 @@ class PagedStorage:
         geometry: Geometry,
         slabs: int,
         *,
-        dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
     ) -> None:
         if slabs < 1:
             raise ConfigError(
                 f"slabs is {slabs}: it must be above 0; geometry.slabs_in(bytes) tells how many fit"
             )
-        for spec, c in zip(geometry.groups, geometry.class_of_group, strict=True):
-            _require_fit(spec, geometry.stride_bytes[c], dtype)
         self.geometry = geometry
-        self.dtype = dtype
         size = slabs * geometry.slab_bytes
         try:
             self.arena = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -80,17 +76,21 @@ class PagedStorage:
             for spec, c in zip(geometry.groups, geometry.class_of_group, strict=True)
         ]
 
-    def attention(self, group: int) -> list[Tensor]:
-        """K and V of each layer, views `[pages, 2, block_tokens, kv_heads * head_dim]`."""
-        spec = self.geometry.groups[group]
-        assert isinstance(spec, FullAttention | SlidingWindow)
-        shape = (-1, spec.layers, 2, spec.block_tokens, spec.kv_heads * spec.head_dim)
-        return list(self.raw[group].view(self.dtype).view(shape).unbind(1))
+    def layers(self, group: int, dtype: torch.dtype) -> list[Tensor]:
+        """Each layer's part of the pages as elements of a type, views `[pages, elements]`.
 
-    def states(self, group: int, shape: Sequence[int]) -> list[Tensor]:
-        """The state of each layer, views `[pages, *shape]`."""
-        layers = self.geometry.groups[group].layers
-        return list(self.raw[group].view(self.dtype).view(-1, layers, *shape).unbind(1))
+        Raises:
+            ConfigError: a layer's part, or the distance of two pages, is not whole elements.
+        """
+        spec = self.geometry.groups[group]
+        stride = self.geometry.stride_bytes[self.geometry.class_of_group[group]]
+        part = spec.page_bytes // spec.layers
+        if part % dtype.itemsize or stride % dtype.itemsize:
+            raise ConfigError(
+                f"group {spec.name!r} has pages of {spec.page_bytes} bytes for {spec.layers} layers,"
+                f" {stride} apart: not whole elements of {dtype}"
+            )
+        return list(torch.unflatten(self.raw[group].view(dtype), 1, (spec.layers, -1)).unbind(1))
 
     def zero(self, group: int, pages: Iterable[int]) -> None:
         """Clear whole pages."""
@@ -112,16 +112,3 @@ class PagedStorage:
             PageRegion(raw.data_ptr(), spec.page_bytes, len(raw), raw.stride(0))
             for raw, spec in zip(self.raw, self.geometry.groups, strict=True)
         ]
-
-
-def _require_fit(spec: GroupSpec, stride_bytes: int, dtype: torch.dtype) -> None:
-    if isinstance(spec, FullAttention | SlidingWindow) and spec.element_bytes != dtype.itemsize:
-        raise ConfigError(
-            f"group {spec.name!r} has elements of {spec.element_bytes} bytes, {dtype} has"
-            f" {dtype.itemsize}: set element_bytes or dtype"
-        )
-    if spec.page_bytes % dtype.itemsize or stride_bytes % dtype.itemsize:
-        raise ConfigError(
-            f"a page of group {spec.name!r} has {spec.page_bytes} bytes, {stride_bytes} apart: not"
-            f" whole elements of {dtype}"
-        )

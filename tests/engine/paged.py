@@ -75,11 +75,11 @@ def new_sequence(model: Model, tokens: int, seed: int | None = None, fill: float
     pages = pages_for(model, tokens)
     runner = Runner(model, pages)
     runner.storage.arena.view(torch.float32).fill_(fill)
-    order = np.arange(pages[0])
-    if seed is not None:
-        np.random.default_rng(seed).shuffle(order)
-    tables = [order.tolist() for r in model.geometry.rules if r.kind != "state"]
-    return Request(runner, tables, state=int(order[0]) % 16)
+    rng = np.random.default_rng(seed)
+    orders = [np.arange(count) if seed is None else rng.permutation(count) for count in pages]
+    kinds = [rules.kind for rules in model.geometry.rules]
+    tables = [order.tolist() for order, kind in zip(orders, kinds, strict=True) if kind != "state"]
+    return Request(runner, tables, state=int(orders[0][0]) % 16)
 
 
 def run(

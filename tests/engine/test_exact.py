@@ -1,73 +1,67 @@
-"""Full attention, a sliding window and a recurrent state in one model, computed exactly.
+"""Exact operations, driven without an engine: any chunks, any batch mates, any pages.
 
-With exact operations no bit of a result depends on how a prompt was cut, on what else is in the
-batch, on where pages lie, or on whether they were restored. So equality is equality of bits.
+With them no bit of a result depends on how a prompt was cut, on what else is in the batch, or on
+where pages lie. So equality is equality of bits. With an engine around: `test_exact_mixes.py`.
 """
 
 from __future__ import annotations
-
-import random
-from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from engine import paged
-from engine.rig import DRAIN_SECONDS
+from engine.mixes import MIXES
 from hypothesis import given, settings, strategies as st
 
-from kvcache import Manager, Sparse
-from kvcache.bench.dense import Dense
-from kvcache.connectors.cpu import CpuConnector
-from kvcache.connectors.driver import Offload
-from kvcache.engine.engine import Engine, EngineSettings
 from kvcache.engine.model import Model
-from kvcache.engine.runner import TorchRunner
 from kvcache.engine.tiny import build_model
 
 torch.set_num_threads(1)
 
 WINDOW = 20
-MODELS = [
-    Model(build_model(5, window=window, context_tokens=512).weights, block_tokens=block, exact=True)
-    for window, block in ((WINDOW, 4), (WINDOW, 16), (1, 8), (16, 8))
-]
-MODEL = MODELS[0]
-"""A slab holds one state, or four pages of either attention group."""
+WINDOWED = build_model(5, block_tokens=4, window=WINDOW, context_tokens=512, exact=True)
+MODELS = {name: mix.model(seed=1) for name, mix in MIXES.items()} | {
+    f"window of {window}": build_model(5, block_tokens=8, window=window, exact=True)
+    for window in (1, 16)
+}
 
 
-@settings(max_examples=25)
+@settings(max_examples=30)
 @given(
-    st.sampled_from(MODELS),
-    st.integers(2, 70),
-    st.lists(st.integers(1, 69), max_size=8, unique=True).map(sorted),
+    st.sampled_from(list(MODELS)),
+    st.integers(2, 60),
+    st.lists(st.integers(1, 59), max_size=8, unique=True).map(sorted),
     st.integers(0, 2**32),
 )
 def test_any_chunk_plan_computes_the_same_bits(
-    model: Model, count: int, cuts: list[int], seed: int
+    name: str, count: int, cuts: list[int], seed: int
 ) -> None:
+    model = MODELS[name]
     tokens = paged.random_tokens(model, count, seed)
     (whole,) = paged.run(paged.new_sequence(model, count), tokens)
-    *_, last = paged.run(paged.new_sequence(model, count, seed=seed), tokens, cuts)
+    sequence = paged.new_sequence(model, count, seed=seed, fill=float("nan"))
+    *_, last = paged.run(sequence, tokens, cuts)
     assert torch.equal(last, whole)
-    with torch.inference_mode():
-        dense = Dense(model, 1, count).prefill(torch.from_numpy(tokens))[0]
-    paged.assert_close(whole, dense)
 
 
-def test_a_request_computes_the_same_bits_alone_and_among_others() -> None:
-    lengths = [(33, 1), (7, 20), (50, 1), (0, 12), (21, 1)]
-    runner = paged.Runner(MODEL, paged.pages_for(MODEL, 80, requests=len(lengths)))
+@pytest.mark.parametrize("name", MIXES)
+def test_a_request_computes_the_same_bits_alone_and_among_others(name: str) -> None:
+    lengths = [(33, 1), (7, 20), (50, 1), (0, 12), (21, 1), (0, 1)]
+    model = MODELS[name]
+    runner = paged.Runner(model, paged.pages_for(model, 60, requests=len(lengths)))
     chunks, alone = [], []
     for i, (before, now) in enumerate(lengths):
-        tokens = paged.random_tokens(MODEL, before + now, seed=i)
-        pages = np.arange(20 * i, 20 * i + 20)
-        request = paged.Request(runner, [pages, pages], state=i)
+        tokens = paged.random_tokens(model, before + now, seed=i)
+        tables = [
+            np.arange(60 * i // r.block_tokens, 60 * (i + 1) // r.block_tokens + 1) + i
+            for r in model.geometry.rules
+            if r.kind != "state"
+        ]
+        request = paged.Request(runner, tables, state=i)
         if before:
             paged.run(request, tokens[:before])
         chunks.append(request.chunk(tokens[before:]))
-        alone += paged.run(paged.new_sequence(MODEL, 80), tokens)
+        alone += paged.run(paged.new_sequence(model, 60), tokens)
     runner.run(chunks)
     assert torch.equal(runner.last_logits, torch.stack(alone))
 
@@ -75,7 +69,7 @@ def test_a_request_computes_the_same_bits_alone_and_among_others() -> None:
 @pytest.mark.parametrize("cuts", [[40], [40, 41, 42], [30, 60]])
 @pytest.mark.parametrize("exact", [False, True])
 def test_what_lies_before_the_window_is_not_read(cuts: list[int], exact: bool) -> None:
-    model = Model(MODEL.weights, block_tokens=4, exact=exact)
+    model = Model(WINDOWED.weights, block_tokens=4, exact=exact)
     tokens = paged.random_tokens(model, 64, seed=1)
     expected = paged.run(paged.new_sequence(model, 64), tokens, cuts)
     request = paged.new_sequence(model, 64, seed=2)
@@ -90,111 +84,41 @@ def test_what_lies_before_the_window_is_not_read(cuts: list[int], exact: bool) -
     assert all(map(torch.equal, got, expected))
 
 
-# ---- through the engine ----------------------------------------------------------------------------
+@pytest.mark.parametrize("name", MIXES)
+def test_exact_and_fast_operations_compute_the_same_model(name: str) -> None:
+    mix = MIXES[name]._replace(kv_dtype="fp32")  # in a narrow format a last bit may become more
+    model, fast = mix.model(seed=1), mix.model(seed=1, exact=False)
+    tokens = paged.random_tokens(model, 70, seed=3)
+    cuts = [1, 2, 30, 31, 32]
+    for one, other in zip(
+        paged.run(paged.new_sequence(model, 70), tokens, cuts),
+        paged.run(paged.new_sequence(fast, 70, seed=3), tokens, cuts),
+        strict=True,
+    ):
+        paged.assert_close(one, other)
 
 
-class Played(NamedTuple):
-    logits: dict[tuple[int, int], torch.Tensor]
-    """By request, in order of arrival, and length of the prefix."""
-    outputs: list[list[int]]
-    counters: Any
-    moved_pages: int
-
-
-class Recording(Engine):
-    """Keeps every logit that it computed."""
-
-    logits: dict[tuple[int, int], torch.Tensor]
-
-    def _compute(self) -> Any:
-        batch, sampled = super()._compute()
-        assert isinstance(self._runner, TorchRunner)
-        for work, row in zip(batch, self._runner.last_logits, strict=False):
-            self.logits[work.request.order, work.end] = row.clone()
-        return batch, sampled
-
-
-def play(
-    model: Model,
-    prompts: Sequence[Sequence[int]],
-    slabs: int,
-    *,
-    movable: bool = False,
-    host_pages: Sequence[int] | None = None,
-    **limits: int,
-) -> Played:
-    """Three turns of some sessions side by side; each adds the output so far and what is said."""
-    runner = TorchRunner(model, slabs)
-    manager = Manager(model.geometry, slabs=slabs, retention=Sparse(), movable=movable)
-    offload = None
-    if host_pages is not None:
-        connector = CpuConnector(model.geometry, pages=host_pages)
-        offload = Offload(manager, connector, runner.regions())
-    limits = {"token_budget": 48, "max_requests": 4} | limits
-    engine = Recording(runner, manager, offload, settings=EngineSettings(debug=True, **limits))
-    engine.logits = {}
-    histories = [list(p) for p in prompts]
-    outputs: list[list[int]] = []
-    for turn in range(3):
-        ids = [engine.add_request(h, max_new_tokens=6) for h in histories]
-        results = engine.run()
-        if offload is not None:
-            assert offload.drain(DRAIN_SECONDS)
-        for i, history in zip(ids, histories, strict=True):
-            outputs.append(results[i].tokens)
-            history += [*results[i].tokens, *prompts[0][turn : turn + 9]]
-    stats = manager.arena_stats()
-    assert sum(c.held for c in stats.classes) == 0
-    if offload is not None:
-        offload.close()
-    return Played(engine.logits, outputs, engine.counters, stats.moved_pages)
-
-
-def prompts_of(seed: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    shared = [rng.randrange(256) for _ in range(30)]
-    return [[*shared[: 15 * (i % 3)], *(rng.randrange(256) for _ in range(40))] for i in range(5)]
-
-
-def assert_same(one: Played, other: Played) -> None:
-    assert one.outputs == other.outputs
-    common = one.logits.keys() & other.logits.keys()
-    assert len(common) >= 5 * 3 * 6
-    assert all(torch.equal(one.logits[key], other.logits[key]) for key in common)
-
-
-NEED = MODEL.geometry.slabs_needed(120)
-"""The longest of the sessions just fits."""
-
-CASES = [
-    (NEED, False, False, 48),
-    (NEED, True, True, 12),
-    (NEED + 6, True, False, 12),
-    (NEED + 6, True, True, 48),
-    (NEED + 16, False, True, 12),
-    (NEED + 16, True, False, 48),
-]
-
-
-@pytest.fixture(scope="module")
-def unlimited() -> Played:
-    played = play(MODEL, prompts_of(3), 400, token_budget=400)
-    assert played.counters.preemptions == played.moved_pages == 0
-    return played
-
-
-@pytest.mark.parametrize(("slabs", "movable", "tier", "budget"), CASES)
-def test_no_arena_tier_or_budget_changes_a_bit(
-    slabs: int, movable: bool, tier: bool, budget: int, unlimited: Played
-) -> None:
-    played = play(
-        MODEL,
-        prompts_of(3),
-        slabs,
-        movable=movable,
-        host_pages=[400, 400, 40] if tier else None,
-        token_budget=budget,
-    )
-    assert_same(unlimited, played)
-    assert (played.moved_pages > 0) == movable
-    assert (played.counters.restored_tokens > 0) == tier
+@pytest.mark.parametrize("name", MIXES)
+def test_fast_operations_restore_bit_for_bit_with_the_same_chunks(name: str) -> None:
+    model = MIXES[name].model(seed=2, exact=False)
+    tokens = paged.random_tokens(model, 60, seed=4)
+    cuts = [16, 24, 40, 41]
+    straight = paged.new_sequence(model, 60)
+    straight.state = 0
+    expected = paged.run(straight, tokens, cuts)
+    first, other = (paged.new_sequence(model, 60, seed=seed) for seed in (5, 6))
+    first.state = other.state = 0
+    paged.run(first, tokens[:24], cuts)
+    tables = iter(zip(first.tables, other.tables, strict=True))
+    for group, rules in enumerate(model.geometry.rules):
+        source, target = first.runner.pages(group), other.runner.pages(group)
+        if rules.kind == "state":
+            target[0] = source[0]
+            continue
+        blocks = range(rules.need_begin(24) // rules.block_tokens if rules.kind == "span" else 0,
+                       24 // rules.block_tokens)  # fmt: skip
+        old, new = next(tables)
+        target[new[blocks]] = source[old[blocks]]
+    other.source, other.done = 0, 24
+    restored = paged.run(other, tokens[24:], cuts)
+    assert all(map(torch.equal, restored, expected[2:]))

@@ -130,8 +130,8 @@ def test_decoding_in_pages_computes_what_padded_dense_decoding_computes(model: M
             alone = Dense(model, 1, 64)
             alone.prefill(torch.from_numpy(prompt))
             for memory, one in zip(dense.memory, alone.memory, strict=True):
-                batch = 1 if memory.dim() == 5 else 0
-                memory.narrow(batch, i, 1).copy_(one)
+                for part, of_one in zip(memory, one, strict=True):
+                    part[i] = of_one[0]
         for step in range(3):
             tokens = paged.random_tokens(model, 4, seed=step)
             runner.run([r.chunk(tokens[i : i + 1]) for i, r in enumerate(requests)])

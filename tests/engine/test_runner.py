@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from kvcache.core.errors import ConfigError, InputError, MisuseError
 from kvcache.core.layout import Geometry
 from kvcache.core.records import MOVE_DTYPE, UNLIMITED, StatePlan
-from kvcache.core.specs import FullAttention, RecurrentState
+from kvcache.core.specs import RecurrentState
 from kvcache.engine import tiny
 from kvcache.engine.batch import make_batch
 from kvcache.engine.model import Model
@@ -239,15 +239,15 @@ def test_a_context_longer_than_the_models_is_refused(request_: paged.Request) ->
         ("1 tables and 2 states for 2 groups", {"tables": [None]}),
         ("1 pages for a context of 22 tokens, which needs 2", {"tables": [np.zeros(1, int), None]}),
         ("0 pages for a context", {"tables": [None, None]}),
-        ("page -1 is not one of the 21", {"tables": [np.array([0, -1]), None]}),
-        ("page 21 is not one of the 21", {"tables": [np.array([0, 21]), None]}),
+        ("page -1 is not one of the 32", {"tables": [np.array([0, -1]), None]}),
+        ("page 32 is not one of the 32", {"tables": [np.array([0, 32]), None]}),
         ("no state plan", {"states": [None, None]}),
         ("no state plan", {"states": [None, StatePlan(0, np.empty(0, int), np.empty(0, int))]}),
         ("do not cut", {"states": [None, StatePlan(0, np.array([21]), np.array([0]))]}),
         ("do not cut", {"states": [None, StatePlan(0, np.array([22, 22]), np.array([0, 1]))]}),
         ("do not cut", {"states": [None, StatePlan(0, np.array([20, 22]), np.array([0, 1]))]}),
         ("has no source", {"states": [None, StatePlan(-1, np.array([22]), np.array([0]))]}),
-        ("page 21 is not one", {"states": [None, StatePlan(21, np.array([22]), np.array([0]))]}),
+        ("page 24 is not one", {"states": [None, StatePlan(24, np.array([22]), np.array([0]))]}),
         ("page 99 is not one", {"states": [None, StatePlan(0, np.array([22]), np.array([99]))]}),
     ],
 )
@@ -285,9 +285,10 @@ def test_gaps_tell_how_close_the_second_token_was(request_: paged.Request) -> No
 def test_regions_name_the_memory_of_every_group() -> None:
     runner = TorchRunner(SMALL_BLOCKS, 3)
     sizes = [g.page_bytes for g in SMALL_BLOCKS.geometry.groups]
-    assert sizes == [4 * 2 * 2 * 2 * 16 * 4, 2 * 4 * 16 * 16 * 4]
+    state, tail = 4 * 16 * 16, 3 * (2 * 2 * 16 + 4 * 16)
+    assert sizes == [4 * 2 * 2 * 2 * 16 * 4, 2 * (state + tail) * 4]
     got = [(r.page_bytes, r.step_bytes, r.pages) for r in runner.regions()]
-    assert got == [(2048, 2048, 12), (8192, 8192, 3)]
+    assert got == [(2048, 2048, 33), (11264, 11264, 6)]
     assert [r.address for r in runner.regions()] == [runner.storage.arena.data_ptr()] * 2
     assert len(runner.storage.arena) == 3 * SMALL_BLOCKS.geometry.slab_bytes
 
@@ -302,9 +303,8 @@ def test_pages_are_moved_one_after_the_other() -> None:
     moves = [(small, 8, 1), (small, 9, 8), (small, 1, 9), (large, 3, 0), (small, 8, 12)]
     storage.move(np.array(moves, MOVE_DTYPE))
     assert [int(attention[p][0]) for p in (8, 9, 12)] == [9, 8, 9]
-    assert torch.equal(
-        state[0].view(4, -1)[:, 0], torch.tensor([12, 13, 14, 15], dtype=torch.uint8)
-    )
+    # A state is as large as eleven halves of the others' pages.
+    assert state[0].view(11, -1)[:, 0].tolist() == [half // 2 for half in range(33, 44)]
 
 
 def test_a_page_holds_layers_then_keys_and_values_then_tokens() -> None:
@@ -336,15 +336,12 @@ def test_an_arena_that_cannot_be_is_refused(slabs: int, match: str) -> None:
         TorchRunner(MODEL, slabs)
 
 
-def test_elements_must_fit_the_storage_type() -> None:
-    wide = FullAttention(
-        name="a", layers=1, kv_heads=1, head_dim=8, block_tokens=4, element_bytes=2
-    )
-    with pytest.raises(ConfigError, match=r"elements of 2 bytes, torch\.float32 has 4"):
-        PagedStorage(Geometry((wide,)), 1)
-    odd = RecurrentState(name="s", layers=1, state_bytes_per_layer=6)
-    with pytest.raises(ConfigError, match="not whole elements"):
-        PagedStorage(Geometry((odd,)), 1)
+def test_elements_must_fit_the_pages() -> None:
+    odd = RecurrentState(name="s", layers=2, state_bytes_per_layer=6)
+    storage = PagedStorage(Geometry((odd,)), 1)
+    assert [part.shape[1] for part in storage.layers(0, torch.bfloat16)] == [3, 3]
+    with pytest.raises(ConfigError, match=r"12 bytes for 2 layers.* not whole elements"):
+        storage.layers(0, torch.float32)
 
 
 def test_padding_of_decoding_requests_is_bounded() -> None:
@@ -354,7 +351,7 @@ def test_padding_of_decoding_requests_is_bounded() -> None:
     for start in (1599, 10, 700, 900, 40, 1000, 30):
         request.done, request.source = start, 0
         chunks.append(request.chunk(np.array([1], np.int32)))
-    plan = make_batch(chunks, MODEL.geometry, 2).groups[0]
+    plan = make_batch(chunks, MODEL.geometry, MODEL.readings).groups[0]
     padded = sum(len(b.pages) for b in plan.buckets)
     needed = sum(-(-c.end // 16) for c in chunks)
     assert [b.rows for b in plan.buckets] == [slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7)]

@@ -1,11 +1,12 @@
-"""All faults. They stand in five files: keys and hits, pages and memory, explanations, what is in Python, tiers."""
+"""All faults, in a file for each room: keys, memory, explanations, Python, the engine, tiers."""
 
 from __future__ import annotations
 
+from mutate.mutants_engine import ENGINE
 from mutate.mutants_explain import EXPLAIN
 from mutate.mutants_keys import KEYS
 from mutate.mutants_memory import MEMORY
 from mutate.mutants_python import PYTHON
 from mutate.mutants_tiers import TIERS
 
-MUTANTS = [*KEYS, *MEMORY, *EXPLAIN, *PYTHON, *TIERS]
+MUTANTS = [*KEYS, *MEMORY, *EXPLAIN, *PYTHON, *ENGINE, *TIERS]

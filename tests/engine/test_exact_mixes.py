@@ -1,0 +1,44 @@
+"""Any mix of layers, through whatever an engine does with it: logits bit-identical to a run alone."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from engine.mixes import MIXES, Met, Play, World, draw
+
+torch.set_num_threads(1)
+
+RUNS = 25
+"""Of each mix: 200 in all."""
+SCALE = int(os.environ.get("KVCACHE_TEST_SCALE", "1"))
+HAPPENINGS = (
+    "cut prompts",
+    "logits",
+    "moved pages",
+    "preemptions",
+    "steps with batch mates",
+    "tokens from the device",
+    "tokens from the tier",
+)
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_no_course_changes_a_bit(name: str) -> None:
+    met = Met()
+    for seed in range(SCALE):
+        world = World(MIXES[name], seed)
+        for run in range(RUNS):
+            course = draw(world, seed * RUNS + run)
+            play = Play(world, course, met)
+            try:
+                play.run_turns()
+            except BaseException as error:
+                error.add_note(f"mix {name!r}, world {seed}: {course}")
+                raise
+            finally:
+                play.close()
+    single = len(World(MIXES[name], 0).model.geometry.pages_per_slab) == 1
+    expected = [what for what in HAPPENINGS if not (single and what == "moved pages")]
+    assert sorted(what for what, count in met.counts.items() if count) == expected
