@@ -5,8 +5,8 @@ session alone: whole prompts in one chunk, then token by token, on pages that no
 *course* is what an engine has to go through with all sessions of the world; whatever it is, every
 logit must be the reference's, bit for bit.
 
-A new dimension (another tier, a restart, shards of heads or tokens) is a field of `Course` that
-`draw` draws and `Play` obeys.
+A new dimension (another tier, shards of heads or tokens) is a field of `Course` that `draw` draws
+and `Play` obeys.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,9 +24,11 @@ from engine.rig import DRAIN_SECONDS, held_pages
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcache import Geometry, Manager, Sparse
+from kvcache import Manager, Sparse
 from kvcache.connectors.base import Connector
+from kvcache.connectors.chain import ChainConnector
 from kvcache.connectors.cpu import CpuConnector
+from kvcache.connectors.disk import DiskConnector
 from kvcache.connectors.driver import Offload
 from kvcache.engine.engine import Engine, EngineSettings
 from kvcache.engine.hybrid import HybridSettings, random_weights
@@ -128,12 +131,28 @@ class World:
         return np.array(tokens, np.int32)
 
 
-def _host(geometry: Geometry, pages: int) -> Connector:
-    return CpuConnector(geometry, pages=[pages] * len(geometry.groups))
+def _host(model: Model, pages: int, folder: Path) -> Connector:
+    del folder
+    return CpuConnector(model.geometry, pages=[pages] * len(model.geometry.groups))
 
 
-TIERS: dict[str, Callable[[Geometry, int], Connector]] = {"host": _host}
-"""What a tier is made from: a geometry, and pages of each group."""
+def _disk(model: Model, pages: int, folder: Path) -> Connector:
+    counts = [pages] * len(model.geometry.groups)
+    return DiskConnector(
+        model.geometry, folder=folder, fingerprint=model.fingerprint(), pages=counts
+    )
+
+
+def _chain(model: Model, pages: int, folder: Path) -> Connector:
+    return ChainConnector(_host(model, max(pages // 4, 6), folder), _disk(model, pages, folder))
+
+
+TIERS: dict[str, Callable[[Model, int, Path], Connector]] = {
+    "host": _host,
+    "disk": _disk,
+    "chain": _chain,
+}
+"""What a tier is made from: a model, pages of each group, and where files go."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +174,8 @@ class Course:
     """Slots of each group there: with few, the tier forgets too."""
     forgetting: bool
     """The device loses everything between turns: what a tier has comes from there."""
+    restarting: bool
+    """Nothing lives on between turns but the files of a tier."""
     interval_tokens: int
     seed: int
 
@@ -174,6 +195,7 @@ def draw(world: World, seed: int) -> Course:
         tier=tier,
         tier_pages=rng.choice([6, 100, 100]),
         forgetting=bool(tier) and rng.random() < 0.7,
+        restarting=tier in ("disk", "chain") and rng.random() < 0.5,
         interval_tokens=rng.choice([0, 0, grid, 3 * grid]),
         seed=seed,
     )
@@ -191,9 +213,9 @@ class Met:
 
 
 class Play(Engine):
-    """All sessions of a world on one course; compares every logit with the reference."""
+    """Sessions of a world on one course; compares every logit with the reference."""
 
-    def __init__(self, world: World, course: Course, met: Met) -> None:
+    def __init__(self, world: World, course: Course, met: Met, folder: Path) -> None:
         geometry = world.model.geometry
         slabs = geometry.slabs_needed(max(map(len, world.texts))) + course.spare_slabs
         runner = TorchRunner(world.model, slabs)
@@ -206,7 +228,7 @@ class Play(Engine):
         )
         offload = None
         if course.tier:
-            connector = TIERS[course.tier](geometry, course.tier_pages)
+            connector = TIERS[course.tier](world.model, course.tier_pages, folder)
             offload = Offload(manager, connector, runner.regions())
         settings = EngineSettings(
             token_budget=course.token_budget, max_requests=course.max_requests, debug=True
@@ -228,44 +250,50 @@ class Play(Engine):
                 assert torch.equal(row, expected), f"session {session} after {work.end} tokens"
         return batch, sampled
 
-    def run_turns(self) -> None:
-        """Every turn of every session, to its end."""
-        rng = random.Random(self.course.seed)
-        for turn in range(TURNS):
-            prompts = list(enumerate(self.world.prompts(turn)))
-            answers: dict[int, list[int]] = {
-                session: prompt.tolist() for session, prompt in prompts
-            }
-            rng.shuffle(prompts)
-            while prompts or self.busy:
-                if prompts and (not self.busy or rng.random() < 0.7):
-                    session, prompt = prompts.pop()
-                    request = self.add_request(prompt, max_new_tokens=NEW_TOKENS)
-                    self.sessions[request] = session
-                for event in self.step():
-                    if isinstance(event, Token):
-                        answers[self.sessions[event.request]].append(event.token)
-                if self.scheduler.running and rng.random() < self.course.preempting:
-                    self.preempt(rng.choice(self.scheduler.running).id)
-            for session, text in enumerate(self.world.texts):
-                said = answers[session]
-                assert said == text[: len(said)].tolist()
-                assert len(said) == len(self.world.prompts(turn)[session]) + NEW_TOKENS
-            self._between_turns()
-        counters, stats = self.counters, self._manager.arena_stats()
-        self.met.add("preemptions", counters.preemptions)
-        self.met.add("tokens from the device", counters.device_tokens)
-        self.met.add("tokens from the tier", counters.restored_tokens)
-        self.met.add("moved pages", stats.moved_pages)
-        assert held_pages(self._manager) == 0
-
-    def _between_turns(self) -> None:
-        if self._offload is not None:
-            assert self._offload.drain(DRAIN_SECONDS)
+    def run_turn(self, turn: int, rng: random.Random) -> None:
+        """A turn of every session, to its end; then all is in the tier."""
+        prompts = list(enumerate(self.world.prompts(turn)))
+        answers: dict[int, list[int]] = {session: prompt.tolist() for session, prompt in prompts}
+        rng.shuffle(prompts)
+        while prompts or self.busy:
+            if prompts and (not self.busy or rng.random() < 0.7):
+                session, prompt = prompts.pop()
+                request = self.add_request(prompt, max_new_tokens=NEW_TOKENS)
+                self.sessions[request] = session
+            for event in self.step():
+                if isinstance(event, Token):
+                    answers[self.sessions[event.request]].append(event.token)
+            if self.scheduler.running and rng.random() < self.course.preempting:
+                self.preempt(rng.choice(self.scheduler.running).id)
+        for session, text in enumerate(self.world.texts):
+            said = answers[session]
+            assert said == text[: len(said)].tolist()
+            assert len(said) == len(self.world.prompts(turn)[session]) + NEW_TOKENS
+        assert self._offload is None or self._offload.drain(DRAIN_SECONDS)
         if self.course.forgetting:
             self._manager.clear()
 
     def close(self) -> None:
-        """Ends the tier."""
+        """Ends the tier, and tells what came about."""
         if self._offload is not None:
-            self._offload.close()
+            assert self._offload.close()
+        assert held_pages(self._manager) == 0
+        counters, stats = self.counters, self._manager.arena_stats()
+        self.met.add("preemptions", counters.preemptions)
+        self.met.add("tokens from the device", counters.device_tokens)
+        if self.course.tier:
+            self.met.add(f"tokens from {self.course.tier}", counters.restored_tokens)
+        self.met.add("moved pages", stats.moved_pages)
+
+
+def play_course(world: World, course: Course, met: Met, folder: Path) -> None:
+    """Every turn of every session, in one engine or in one after the other."""
+    rng = random.Random(course.seed)
+    play = Play(world, course, met, folder)
+    for turn in range(TURNS):
+        if turn and course.restarting:
+            play.close()
+            play = Play(world, course, met, folder)
+            met.add("restarts", 1)
+        play.run_turn(turn, rng)
+    play.close()
