@@ -45,6 +45,20 @@ TWINS = LAW + "14_twins.py::test_law_14_of_twins_the_tail_goes_before_the_head_w
 
 MEMORY = [
     Mutant(
+        "a run is given back over a page that others hold",
+        "csrc/arena.cpp",
+        "if (page.refs != 1 || page.key != Page::kVisible) break;",
+        "if (page.key != Page::kVisible) break;",
+        (CROWD,),
+    ),
+    Mutant(
+        "a run is given back with pages that nothing finds",
+        "csrc/arena.cpp",
+        "if (page.refs != 1 || page.key != Page::kVisible) break;",
+        "if (page.refs != 1) break;",
+        (LAW + "01_conservation.py::test_law_01_pages_are_conserved_however_requests_end",),
+    ),
+    Mutant(
         "lost reference: a hit is adopted without one",
         "csrc/arena.cpp",
         "    ++page.refs;\n",
