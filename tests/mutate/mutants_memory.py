@@ -128,8 +128,8 @@ MEMORY = [
     Mutant(
         "head before tail in a run",
         "csrc/arena.cpp",
-        "    for (size_t i = ids.size(); i-- > 0;) {\n",
-        "    for (size_t i = 0; i < ids.size(); ++i) {\n",
+        "const int32_t id = ids[i - 1];",
+        "const int32_t id = ids[ids.size() - i];",
         (FIRST_OUT,),
     ),
     Mutant(
