@@ -404,6 +404,8 @@ class Offload:
     def drain(self, timeout_seconds: float) -> bool:
         """Store what has a key and wait until nothing is in flight. False: the time was over.
 
+        Also False, at once when nothing is in flight, where the oldest request waits for space: no
+        store begins then, and what waits for its turn would wait for the engine's next step.
         A tier made of several has all of it in the last one then. Results of loads stay for the
         next `poll`.
         """
@@ -414,6 +416,8 @@ class Offload:
             if remaining <= 0:
                 return False
             idle = not (self._loads or self._stores)
+            if idle and len(self._backlog) and self.manager.stats().frozen:
+                return False
             self._wait(min(remaining, RETRY_SECONDS) if idle else remaining)
             self._collect()
         return self._worker.flush(max(end - time.monotonic(), 0.0))

@@ -278,10 +278,46 @@ void Arena::adopt_run(int32_t group, std::span<const int32_t> ids) {
 }
 
 void Arena::release_run(int32_t group, std::span<const int32_t> ids, List list) {
-    for (size_t i = ids.size(); i-- > 0;) {
-        if (i >= kInFlight) prefetch(group, ids[i - kInFlight]);
-        release_now(group, ids[i], list);
+    while (!ids.empty()) {
+        if (of(class_of(group)).k == 1) ids = ids.first(ids.size() - append_last(group, ids, list));
+        if (ids.empty()) return;
+        if (ids.size() > kInFlight) prefetch(group, ids[ids.size() - 1 - kInFlight]);
+        release_now(group, ids.back(), list);
+        ids = ids.first(ids.size() - 1);
     }
+}
+
+// The last of the run, the very last first, as long as nobody else holds them and their keys are visible: release_now() of
+// each, with the counts that all share kept out of memory, and one store for the marks of a page. Returns how many.
+size_t Arena::append_last(int32_t group, std::span<const int32_t> ids, List list) {
+    SizeClass& c = of(class_of(group));
+    Page* pages = c.pages.data();
+    Head& head = c.lists[list];
+    int32_t last = head.last;
+    uint64_t clock = clock_;
+    size_t i = ids.size();
+    for (; i > 0; --i) {
+        if (i > kInFlight) __builtin_prefetch(pages + ids[i - 1 - kInFlight], 1);
+        const int32_t id = ids[i - 1];
+        Page& page = pages[id];
+        if (page.refs != 1 || page.key != Page::kVisible) break;
+        PageMarks marks = page;
+        marks.rest = 0;
+        marks.list = 1u + list;
+        static_cast<PageMarks&>(page) = marks;
+        page.age = ++clock;
+        page.refs = 0;
+        page.previous = last;
+        page.next = kNoPage;
+        (last == kNoPage ? head.first : pages[last].next) = id;
+        last = id;
+    }
+    const auto appended = static_cast<int64_t>(ids.size() - i);
+    head.last = last;
+    head.count += appended;
+    group_of(group).held -= appended;
+    clock_ = clock;
+    return ids.size() - i;
 }
 
 void Arena::release(int32_t group, int32_t id, List list) { release_now(group, id, list); }

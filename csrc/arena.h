@@ -340,6 +340,7 @@ class Arena {
     static void unchain(SizeClass& c, Page& page);
     void acquire_now(int32_t group, int32_t id);
     void release_now(int32_t group, int32_t id, List list);
+    size_t append_last(int32_t group, std::span<const int32_t> ids, List list);
     void log_acquire(int32_t group, int32_t id, bool hit);
     // k > 1: heat of the slab, for a page that comes into a list, and for one that leaves it; its first and last held page.
     void warm(SizeClass& c, int32_t id);

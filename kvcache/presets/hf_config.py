@@ -183,8 +183,24 @@ def _read(name: str, where: str, values: Mapping[str, object]) -> Model:
         name=name,
         layers=tuple(layers),
         sources=(f"{where}, model type {model_type}",),
-        unverified=tuple(inner.assumed),
+        unverified=(*inner.assumed, *_quantised_kv(fields)),
     )
+
+
+def _quantised_kv(fields: Fields) -> list[str]:
+    """What the file says of KV in other types than its weights': engines follow it, `auto` does not.
+
+    Names of compressed-tensors (`kv_cache_scheme`) and of ModelOpt (`kv_cache_quant_algo`).
+    """
+    if not fields.has("quantization_config"):
+        return []
+    section = fields.section("quantization_config")
+    return [
+        f"{name}: the file has one, for KV of another type; kv_dtype 'auto' does not follow it,"
+        " choose the type that the engine stores"
+        for name in ("kv_cache_scheme", "kv_cache_quant_algo")
+        if section.has(name)
+    ]
 
 
 def _types(fields: Fields) -> list[str]:

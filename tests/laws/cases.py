@@ -256,4 +256,5 @@ turns = st.builds(
     output=texts(9, least=0),
     chunks=chunk_plans,
 )
+LONGEST_TURN_TOKENS = 50 + 20 + 9
 histories = st.lists(turns, min_size=1, max_size=5)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from laws import cases
 from laws.counting import count
 from laws.drive import compute, decode, open_request
@@ -79,6 +79,16 @@ seeds = st.integers(0, 2**16)
 
 
 @cases.law(80)
+@example(  # the last prompt and its output are more tokens than all pages that the history filled
+    name="full",
+    interval=3,
+    history=[
+        cases.Turn(3, 44, [0, 1, 1, 1, 1, 0, 0, 2, 0], [0, 2, 2, 0], [28, 11, 28, 3]),
+        cases.Turn(0, 21, [2] * 19, [0, 1, 1, 1, 1, 0], [1, 3, 30, 16]),
+        cases.Turn(3, 36, [1] * 17, [2, 2, 1, 0, 0, 1, 1, 2], [20]),
+    ],
+    seed=129,
+)
 @given(
     name=st.sampled_from(sorted(cases.ONE_SIZE)),
     interval=cases.intervals,
@@ -95,7 +105,8 @@ def test_law_14_pins_do_not_change_what_goes_when(
     policy = cases.policy_of(geometry, interval)
     engine = Engine(geometry, policy)
     play(engine, history, Readers(engine, seed))
-    slabs = max(engine.manager.arena_stats().created, geometry.slabs_needed(60))
+    longest = geometry.slabs_needed(cases.LONGEST_TURN_TOKENS)
+    slabs = max(engine.manager.arena_stats().created, longest)
     with_readers, without = (
         evictions(Engine(geometry, policy, slabs=slabs), history, readers)
         for readers in (seed, None)

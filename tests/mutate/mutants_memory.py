@@ -45,6 +45,20 @@ TWINS = LAW + "14_twins.py::test_law_14_of_twins_the_tail_goes_before_the_head_w
 
 MEMORY = [
     Mutant(
+        "a run is given back over a page that others hold",
+        "csrc/arena.cpp",
+        "if (page.refs != 1 || page.key != Page::kVisible) break;",
+        "if (page.key != Page::kVisible) break;",
+        (CROWD,),
+    ),
+    Mutant(
+        "a run is given back with pages that nothing finds",
+        "csrc/arena.cpp",
+        "if (page.refs != 1 || page.key != Page::kVisible) break;",
+        "if (page.refs != 1) break;",
+        (LAW + "01_conservation.py::test_law_01_pages_are_conserved_however_requests_end",),
+    ),
+    Mutant(
         "lost reference: a hit is adopted without one",
         "csrc/arena.cpp",
         "    ++page.refs;\n",
@@ -114,8 +128,8 @@ MEMORY = [
     Mutant(
         "head before tail in a run",
         "csrc/arena.cpp",
-        "    for (size_t i = ids.size(); i-- > 0;) {\n",
-        "    for (size_t i = 0; i < ids.size(); ++i) {\n",
+        "const int32_t id = ids[i - 1];",
+        "const int32_t id = ids[ids.size() - i];",
         (FIRST_OUT,),
     ),
     Mutant(

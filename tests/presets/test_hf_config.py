@@ -50,6 +50,20 @@ def changed(name: str, **fields: Any) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.parametrize(
+    "told", [{"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, {"kv_cache_quant_algo": "FP8"}]
+)
+def test_quantised_kv_of_the_file_is_named(told: dict[str, Any]) -> None:
+    """Engines then store fp8; `auto` would be half of what they hold, without a word."""
+    plain = read_hf_config(LLAMA | {"quantization_config": {"quant_method": "fp8"}})
+    assert plain.unverified == read_hf_config(LLAMA).unverified
+    found = read_hf_config(LLAMA | {"quantization_config": told})
+    assert found.layers == plain.layers
+    assert [text.split(":")[0] for text in found.unverified[len(plain.unverified) :]] == list(told)
+    with pytest.raises(InputError, match="quantization_config is 8: expected an object"):
+        read_hf_config(LLAMA | {"quantization_config": 8})
+
+
 def test_what_is_recorded_is_what_the_script_has() -> None:
     for name, fields in PUBLISHED.items():
         assert recorded(name) == fields
