@@ -89,19 +89,35 @@ class PageCopy:
         native.call(self._lib.kvc_copy, plan, threads)
 
     def ranges(
-        self, source_pages: npt.ArrayLike, target_pages: npt.ArrayLike
+        self,
+        source_pages: npt.ArrayLike,
+        target_pages: npt.ArrayLike,
+        *,
+        out: NDArray[np.void] | None = None,
     ) -> NDArray[np.void]:
-        """The same as moves between addresses (`RANGE`), what is contiguous on both sides merged.
+        """The same as moves between addresses, what is contiguous on both sides merged.
 
         Validated as by `run`. O(segments * pages).
+
+        Args:
+            source_pages: as of `run`.
+            target_pages: as of `run`.
+            out: `RANGE [at least segments * pages]`, to write to; None: a new array.
+
+        Returns:
+            `RANGE [n]`, the beginning of `out` where that was given.
         """
         plan, (source, _) = self._plan(source_pages, target_pages)
         room = self._count * len(source)
-        found = np.empty(room, RANGE)
-        out = self._ffi.new("int64_t*")
-        buffer = self._ffi.from_buffer("kvc_range[]", found)
-        native.call(self._lib.kvc_copy_ranges, plan, buffer, room, out)
-        return found[: out[0]]
+        found = np.empty(room, RANGE) if out is None else out
+        if found.dtype != RANGE or found.ndim != 1 or len(found) < room:
+            raise ConfigError(
+                f"out is {found.dtype} of shape {found.shape}: give {room} or more of copy.RANGE"
+            )
+        count = self._ffi.new("int64_t*")
+        buffer = self._ffi.from_buffer("kvc_range[]", found, require_writable=True)
+        native.call(self._lib.kvc_copy_ranges, plan, buffer, room, count)
+        return found[: count[0]]
 
     def _plan(
         self, source_pages: npt.ArrayLike, target_pages: npt.ArrayLike
