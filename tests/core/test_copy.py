@@ -137,6 +137,7 @@ def test_pages_move_inside_one_pool_when_no_byte_is_both_read_and_written() -> N
             {},
             "destination page 3 is named twice in one copy, by pairs 0 and 2",
         ),
+        ([0, 1], [3, 3], {}, "destination page 3 is named twice in one copy, by pairs 0 and 1"),
         ([0], [0], {"length_bytes": 0}, "bytes"),
         ([0], [0], {"length_bytes": -5}, "bytes"),
         ([0], [0], {"source_stride_bytes": 99}, "stride"),
@@ -194,6 +195,18 @@ def test_overlapping_segments_are_refused(second: int) -> None:
         copy_pages([one, two], ids(0, 1), ids(2, 0))
     with pytest.raises(ConfigError, match="overlaps another range"):
         copy_pages([one._replace(source_address=one.target_address + second)], ids(0), ids(0))
+    np.testing.assert_array_equal(b.bytes, before)
+
+
+def test_a_segment_that_reaches_into_the_next_page_is_refused() -> None:
+    """Beside the other in one page, but not when pages touch."""
+    rng = np.random.default_rng(3)
+    a, b = Memory(rng, 100, 100, 4, 0), Memory(rng, 100, 100, 4, 0)
+    one = segment(a, b)
+    two = one._replace(target_address=one.target_address + 150)
+    before = b.bytes.copy()
+    with pytest.raises(ConfigError, match="overlaps another range"):
+        copy_pages([one, two], ids(0, 1), ids(0, 1))
     np.testing.assert_array_equal(b.bytes, before)
 
 
