@@ -6,7 +6,7 @@
 
 All three of a kind are measured in turns, over the same memory, and each ratio is the median of
 those of the rounds. One thread is timed by its CPU time, which other work on the machine disturbs
-through caches alone; two by the clock on the wall.
+through caches alone; two by the clock on the wall, and what CPU time they take is told beside it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def run_copy_bench(bench: CopyBench, progress: Progress) -> dict[str, Any]:
                 progress(f"{direction} of {_size(size)}, {threads} threads")
                 work = _works(direction, source, target, size, threads, rng)
                 with _torch_threads(threads):
-                    measured = _measure(work, threads, bench.repeats)
+                    wall, cpu = _measure(work, bench.repeats)
+                measured = cpu if threads == 1 else wall
                 moved = len(source.pages(size)) * size
                 copies.append(
                     {
@@ -129,6 +130,7 @@ def run_copy_bench(bench: CopyBench, progress: Progress) -> dict[str, Any]:
                         },
                         "vs_torch": _ratio(measured, "torch"),
                         "vs_contiguous": _ratio(measured, "contiguous"),
+                        "cpu_vs_torch": _ratio(cpu, "torch"),
                         **_aims(size),
                     }
                 )
@@ -169,7 +171,7 @@ def _works(
         pages, expected = (shuffled, order), shuffled
         other: Callable[[], object] = lambda: torch.index_select(rows, 0, index, out=out)  # noqa: E731
     else:
-        pages, expected = (order, shuffled), np.argsort(shuffled)
+        pages, expected = (order, shuffled), np.argsort(shuffled).astype(np.int32)
         other = lambda: out.index_copy_(0, index, rows)  # noqa: E731
     work = _Work(
         ours=lambda: copy.run(*pages, threads=threads),
@@ -200,20 +202,24 @@ def _torch_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _measure(work: _Work, threads: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each round; each is first in its turn."""
-    clock = time.thread_time if threads == 1 else time.perf_counter
+Seconds = dict[str, list[float]]
+
+
+def _measure(work: _Work, repeats: int) -> tuple[Seconds, Seconds]:
+    """Seconds of each round on the wall, and of the CPUs; each is first in its turn."""
     ways = list(work._asdict().items())
-    seconds: dict[str, list[float]] = {name: [] for name, _ in ways}
+    wall: Seconds = {name: [] for name, _ in ways}
+    cpu: Seconds = {name: [] for name, _ in ways}
     for turn in range(repeats):
         for name, made in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
-            begin = clock()
+            began, spent = time.perf_counter(), time.process_time()
             made()
-            seconds[name].append(clock() - begin)
-    return seconds
+            cpu[name].append(time.process_time() - spent)
+            wall[name].append(time.perf_counter() - began)
+    return wall, cpu
 
 
-def _ratio(seconds: dict[str, list[float]], other: str) -> float:
+def _ratio(seconds: Seconds, other: str) -> float:
     """How many times faster ours is."""
     pairs = zip(seconds[other], seconds["ours"], strict=True)
     return statistics.median(theirs / ours for theirs, ours in pairs)
@@ -294,25 +300,26 @@ def describe(report: dict[str, Any]) -> Sequence[str]:
     lines = [
         (
             f"{_size(report['bytes'])} a side, {report['copy_path']}, GB/s copied, medians of"
-            f" {report['repeats']}; how many times torch, and the contiguous copy (aims):"
+            f" {report['repeats']}; how many times torch by time and by CPU time, and the contiguous"
+            " copy (aims):"
         ),
-        f"{'':26}{'ours':>7}{'torch':>7}{'contig.':>9}{'x torch':>15}{'x contig.':>15}",
+        f"{'':26}{'ours':>7}{'torch':>7}{'contig.':>9}{'x torch':>13}{'CPU':>7}{'x contig.':>13}",
     ]
     for row in report["copies"]:
         rates = row["gb_per_second"]
         name = f"{row['direction']} {_size(row['page_bytes'])}, {row['threads']} thr."
-        aims = [
-            f"{row[ratio]:.2f} ({row[aim]})"
-            if (aim := f"aim_{ratio}") in row
-            else f"{row[ratio]:.2f}      "
-            for ratio in ("vs_torch", "vs_contiguous")
-        ]
         lines.append(
             f"{name:26}{rates['ours']:7.2f}{rates['torch']:7.2f}{rates['contiguous']:9.2f}"
-            f"{aims[0]:>15}{aims[1]:>15}"
+            f"{_beside_aim(row, 'vs_torch'):>13}{row['cpu_vs_torch']:7.2f}"
+            f"{_beside_aim(row, 'vs_contiguous'):>13}"
         )
     lines.append(f"Checked list of a plan's moves, ns a move (aim {RANGE_AIM_NANOSECONDS}):")
     lines += [f"  {name:32}{spent:6.2f}" for name, spent in report["nanoseconds_per_move"].items()]
     missed = report["missed"]
     lines += [f"missed: {text}" for text in missed] if missed else ["All aims are reached."]
     return lines
+
+
+def _beside_aim(row: dict[str, Any], ratio: str) -> str:
+    aim = row.get(f"aim_{ratio}")
+    return f"{row[ratio]:.2f} ({aim})" if aim else f"{row[ratio]:.2f}      "

@@ -58,15 +58,15 @@ class PageCopy:
     def __init__(self, segments: Sequence[CopySegment]) -> None:
         self._ffi, self._lib = native.load()
         rows = [
-            {
-                "src_base": segment.source_address,
-                "src_stride": segment.source_stride_bytes,
-                "src_pages": segment.source_pages,
-                "dst_base": segment.target_address,
-                "dst_stride": segment.target_stride_bytes,
-                "dst_pages": segment.target_pages,
-                "bytes": segment.length_bytes,
-            }
+            [
+                segment.source_address,
+                segment.target_address,
+                segment.source_stride_bytes,
+                segment.target_stride_bytes,
+                segment.length_bytes,
+                segment.source_pages,
+                segment.target_pages,
+            ]
             for segment in segments
         ]
         self._count = len(rows)
