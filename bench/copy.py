@@ -14,7 +14,7 @@ from __future__ import annotations
 import mmap
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -109,7 +109,7 @@ def run_copy_bench(bench: CopyBench, progress: Progress) -> dict[str, Any]:
     rng = np.random.default_rng(bench.seed)
     source, target = _Side(bench.bytes), _Side(bench.bytes)
     source.bytes[:] = rng.integers(0, 256, bench.bytes, dtype=np.uint8)
-    copies = []
+    copies, cases = [], _cases(rng)
     for size in bench.sizes:
         for threads in (n for n in THREADS if n <= cores()):
             for direction in ("gather", "scatter"):
@@ -134,8 +134,10 @@ def run_copy_bench(bench: CopyBench, progress: Progress) -> dict[str, Any]:
                         **_aims(size),
                     }
                 )
-    progress("moves of plans")
-    ranges = _ranges(rng, bench.repeats)
+            _time_lists(cases.values(), bench.repeats)
+    ranges = {
+        name: statistics.median(case.nanoseconds) / case.moves for name, case in cases.items()
+    }
     return {
         "bench": "copy",
         "bytes": bench.bytes,
@@ -230,8 +232,17 @@ def _aims(size: int) -> dict[str, float]:
     return aims | ({"aim_vs_contiguous": CONTIGUOUS_AIM} if size >= 64 * KIB else {})
 
 
-def _ranges(rng: np.random.Generator, repeats: int) -> dict[str, float]:
-    """What a plan's check and its list of moves cost, for each pair of each segment."""
+class _Case(NamedTuple):
+    """A plan whose check and list of moves are timed."""
+
+    copy: PageCopy
+    pages: Sequence[NDArray[np.int32]]
+    moves: int
+    """Pairs of all segments."""
+    nanoseconds: list[int]
+
+
+def _cases(rng: np.random.Generator) -> dict[str, _Case]:
     layers, count, pages, part = 118, 256, 4096, 8 * KIB
     order = np.arange(count, dtype=np.int32)
     random = [rng.permutation(pages)[:count].astype(np.int32) for _ in range(2)]
@@ -255,22 +266,23 @@ def _ranges(rng: np.random.Generator, repeats: int) -> dict[str, float]:
         plan(layer_first(one), layer_first(other)),
     )
     first = plan(layer_first(one)[:1], layer_first(other)[:1])
-    cases = {
-        "118_layers_to_slots_random": (slots, random, layers * count),
-        "118_layers_to_layers_random": (same, random, layers * count),
-        "118_layers_to_layers_in_order": (same, [order, order], layers * count),
-        ALONE: (first, alone, pages),
+    return {
+        "118_layers_to_slots_random": _Case(slots, random, layers * count, []),
+        "118_layers_to_layers_random": _Case(same, random, layers * count, []),
+        "118_layers_to_layers_in_order": _Case(same, [order, order], layers * count, []),
+        ALONE: _Case(first, alone, pages, []),
     }
-    out = np.zeros(layers * count, RANGE)
-    found = {}
-    for name, (copy, ids, moves) in cases.items():
-        times = []
-        for _ in range(20 * repeats):
+
+
+def _time_lists(cases: Iterable[_Case], repeats: int) -> None:
+    """Lists of moves, made between the copies: no slow moment of the machine meets all of them."""
+    cases = list(cases)
+    out = np.zeros(max(case.moves for case in cases), RANGE)
+    for case in cases:
+        for _ in range(4 * repeats):
             begin = time.thread_time_ns()
-            copy.ranges(*ids, out=out)
-            times.append(time.thread_time_ns() - begin)
-        found[name] = statistics.median(times) / moves
-    return found
+            case.copy.ranges(*case.pages, out=out)
+            case.nanoseconds.append(time.thread_time_ns() - begin)
 
 
 def _missed(copies: list[dict[str, Any]], ranges: dict[str, float]) -> list[str]:

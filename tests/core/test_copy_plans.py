@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -179,6 +181,17 @@ def test_a_process_that_forks_while_it_copies_can_copy_on_both_sides() -> None:
         other.join(60)
     assert not other.is_alive()
     assert failures == []
+
+
+def test_the_example_in_the_docs_does_what_it_says(repo_root: Path) -> None:
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (repo_root / "docs/copy.md").read_text(), re.DOTALL
+    )
+    names: dict[str, Any] = {}
+    exec(compile(code, "copy.md", "exec"), names)  # noqa: S102
+    assert (names["host"][30] == 1).all()
+    assert names["host"].sum() == names["host"][30].sum()
+    assert len(names["moves"]) == 12
 
 
 def test_the_message_of_an_overlap_names_both_ranges() -> None:
