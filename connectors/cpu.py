@@ -57,8 +57,10 @@ def native_copy(
     target: PageRegion,
     source_pages: NDArray[np.int32],
     target_pages: NDArray[np.int32],
+    *,
+    threads: int = 1,
 ) -> None:
-    """The native gather/scatter copy, whole pages."""
+    """The native gather/scatter copy, whole pages, by at most so many threads."""
     segment = CopySegment(
         source.address,
         source.step_bytes,
@@ -68,7 +70,7 @@ def native_copy(
         target.pages,
         source.page_bytes,
     )
-    copy_pages([segment], source_pages, target_pages)
+    copy_pages([segment], source_pages, target_pages, threads=threads)
 
 
 class CpuWorker(TierWorker):

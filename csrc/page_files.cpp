@@ -19,12 +19,15 @@
 #include <utility>
 #include <vector>
 
+#include "copy_stream.h"
 #include "error.h"
 #include "xxh3.h"
 
 namespace {
 
+using kvc::CopyStream;
 using kvc::fail;
+using kvc::vector_path;
 using kvc::Xxh3;
 using Longs = long long;
 
@@ -232,7 +235,7 @@ class Worker {
         sum(at, at, found);
         if (std::memcmp(found, stored, sizeof stored) != 0) return KVC_PAGE_CHECKSUM;
         const auto to = std::bit_cast<uint8_t*>(page);
-        if (at != to) std::memcpy(to, at, static_cast<size_t>(files_.page_bytes));
+        if (at != to) CopyStream(vector_path()).move(to, at, static_cast<uint64_t>(files_.page_bytes));
         set_time(file.get(), time);
         return 0;
     }

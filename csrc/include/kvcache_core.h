@@ -1,4 +1,4 @@
-/* The C ABI of the kvcache core: hashing, page pools, the block manager, host copies, page files.
+/* The C ABI of the kvcache core: hashing, page pools, the block manager, copies of pages, page files.
  *
  * This header is also the cffi cdef: preprocessor lines are dropped, the rest is parsed verbatim, so keep to plain
  * declarations. Rules of the ABI:
@@ -447,21 +447,53 @@ int32_t kvc_clear_namespaces(kvc_manager* manager, const uint32_t* ns, int64_t n
 /* Recounts references, lists, index, pending keys, slabs, what the oldest request holds. O(pages). */
 int32_t kvc_check(kvc_manager* manager);
 
-/* ---- host copies ------------------------------------------------------------------------------------------------- */
-
-/* dst_base + dst_stride * dst[i]  <-  src_base + src_stride * src[i], bytes each, for every segment and pair. */
+/* ---- copies of pages ---------------------------------------------------------------------------------------------
+ *
+ * One form of plan for whatever moves pages: the host copy below, and executors for devices.
+ *
+ *     for every segment, for every pair i < n_pairs:
+ *         dst_base + dst_stride * dst[i]  <-  src_base + src_stride * src[i]      bytes
+ *
+ * A segment is what lies at one place in every page on both sides: a layer, a layer's K or V, a state, all of a page.
+ * Layer-first memory has a segment for each layer with `stride` = bytes of a page of the layer; page-first memory has all
+ * layers within one stride. A pair is two page ids, 8 bytes whatever the number of layers; page 0 begins at the base.
+ *
+ * What must hold, and is checked before the first byte moves (else KVC_E_ARGUMENT, with the numbers, and nothing moved):
+ * no base is NULL, bytes and pages are above 0, strides at least the bytes, no view passes the end of the address space,
+ * every id is below its side's pages, no dst id is named twice, and no byte that is written is read or written by another
+ * pair or segment. Sources may repeat. That the addresses are mapped is the caller's promise. Alignment is not asked for. */
 typedef struct {
     uint64_t src_base;
     uint64_t dst_base;
     int64_t src_stride;
     int64_t dst_stride;
     int64_t bytes;
-    int64_t src_pages; /* pages on either side: a pair outside is KVC_E_ARGUMENT before anything is copied */
+    int64_t src_pages; /* pages on either side */
     int64_t dst_pages;
 } kvc_segment;
+typedef struct {
+    const kvc_segment* segments;
+    const int32_t* src;
+    const int32_t* dst;
+    int64_t n_segments;
+    int64_t n_pairs;
+} kvc_copy_plan;
+/* One contiguous move. */
+typedef struct {
+    uint64_t src;
+    uint64_t dst;
+    int64_t bytes;
+} kvc_range;
+
 const char* kvc_copy_path(void); /* "avx512", "avx2" or "memcpy" */
-int32_t kvc_copy(const kvc_segment* segments, int64_t n_segments, const int32_t* src, const int32_t* dst,
-                 int64_t n_pairs);
+/* Threads that can run at a time here: the CPUs of the affinity mask, or fewer by the quota of a control group. */
+int32_t kvc_cores(void);
+/* Between host memories. threads: at most so many, 1 to 256, the caller's among them; no more than kvc_cores(), and one
+ * for each 2 MiB. They end with the call. When it returns, all bytes are visible to other threads. */
+int32_t kvc_copy(const kvc_copy_plan* plan, int32_t threads);
+/* The plan as moves, for executors that take a list: neighbouring pairs that are one range on both sides are merged,
+ * whether their ids rise or fall. At most n_segments * n_pairs. *n = how many; writes at most cap. */
+int32_t kvc_copy_ranges(const kvc_copy_plan* plan, kvc_range* ranges, int64_t cap, int64_t* n);
 
 /* ---- page files --------------------------------------------------------------------------------------------------
  *

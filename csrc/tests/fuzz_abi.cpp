@@ -70,6 +70,7 @@ constexpr const char* kFunctions[] = {
     "kvc_clear_namespaces",
     "kvc_check",
     "kvc_copy",
+    "kvc_copy_ranges",
     "kvc_checksum",
     "kvc_page_files_write",
     "kvc_page_files_read",

@@ -251,13 +251,22 @@ void fuzz_copy(uint64_t seed, Tally* tally) {
         if (which < 5) *fields[which] = which < 3 && random.chance(50) ? INT64_MAX : -random.below(INT64_MAX);
         else (which == 5 ? segment.src_base : segment.dst_base) = random.chance(50) ? 0 : UINT64_MAX - 100;
     }
+    const kvc_copy_plan plan{segments.data(), src.data(), dst.data(), m, n};
     bool starved = false;
-    const int32_t status =
-        starving(random, 10, &starved, [&] { return kvc_copy(segments.data(), m, src.data(), dst.data(), n); });
+    const auto threads = random.chance(90) ? 1 : random.hostile32();
+    int32_t status = starving(random, 10, &starved, [&] { return kvc_copy(&plan, threads); });
     check_status(where, status, starved);
     ++(*tally)[where.function][status];
     if (status && std::any_of(to.begin(), to.end(), [](uint8_t byte) { return byte != 0; }))
         broken(where, "status %d, but bytes were written", status);
+    where.function = "kvc_copy_ranges";
+    kvc_range ranges[8];
+    int64_t found = 0;
+    const int64_t cap = random.chance(90) ? random.below(9) : -1 - random.below(INT64_MAX);
+    status = starving(random, 10, &starved, [&] { return kvc_copy_ranges(&plan, ranges, cap, &found); });
+    check_status(where, status, starved);
+    ++(*tally)[where.function][status];
+    if (status == KVC_OK && found > m * n) broken(where, "%lld ranges", static_cast<long long>(found));
 }
 
 }  // namespace fuzz

@@ -94,6 +94,17 @@ std::vector<Case> owner_cases(Rig& r) {
     };
 }
 
+// `which` of segments, src, dst and a base is NULL; 4: all, and there is nothing to copy.
+const kvc_copy_plan* copies_without(int which) {
+    static kvc_segment segment;
+    static int32_t page;
+    static kvc_copy_plan plan;
+    const auto given = [which](int part, auto* pointer) { return which == part || which == 4 ? no : pointer; };
+    segment = {0, 8, 8, 8, 8, 1, 1};
+    plan = {given(0, &segment), given(1, &page), given(2, &page), which != 4, which != 4};
+    return &plan;
+}
+
 std::vector<Case> hash_and_copy_cases(Rig& r) {
     return {
         {"kvc_sha256, data", kBad, [&] { return kvc_sha256(0, no, 1, r.digest); }},
@@ -103,13 +114,17 @@ std::vector<Case> hash_and_copy_cases(Rig& r) {
         {"kvc_hash_chain, tokens", kBad, [&] { return kvc_hash_chain(0, r.digest, no, 1, 4, r.digest); }},
         {"kvc_hash_chain, digests", kBad, [&] { return kvc_hash_chain(0, r.digest, r.tokens, 1, 4, no); }},
         {"kvc_hash_chain, no blocks", KVC_OK, [&] { return kvc_hash_chain(0, r.digest, no, 0, 4, no); }},
-        {"kvc_copy, segments", kBad, [&] { return kvc_copy(no, 1, pages, pages, 1); }},
-        {"kvc_copy, pages", kBad,
-         [&] {
-             const kvc_segment segment{};
-             return kvc_copy(&segment, 1, no, no, 1);
-         }},
-        {"kvc_copy, nothing", KVC_OK, [] { return kvc_copy(no, 0, no, no, 0); }},
+        {"kvc_copy, plan", kBad, [&] { return kvc_copy(no, 1); }},
+        {"kvc_copy, segments", kBad, [&] { return kvc_copy(copies_without(0), 1); }},
+        {"kvc_copy, src", kBad, [&] { return kvc_copy(copies_without(1), 1); }},
+        {"kvc_copy, dst", kBad, [&] { return kvc_copy(copies_without(2), 1); }},
+        {"kvc_copy, a base", kBad, [&] { return kvc_copy(copies_without(3), 1); }},
+        {"kvc_copy, nothing", KVC_OK, [] { return kvc_copy(copies_without(4), 1); }},
+        {"kvc_copy_ranges, plan", kBad, [&] { return kvc_copy_ranges(no, no, 0, &number); }},
+        {"kvc_copy_ranges, segments", kBad, [&] { return kvc_copy_ranges(copies_without(0), no, 0, &number); }},
+        {"kvc_copy_ranges, ranges", kBad, [&] { return kvc_copy_ranges(copies_without(4), no, 1, &number); }},
+        {"kvc_copy_ranges, n", kBad, [&] { return kvc_copy_ranges(copies_without(4), no, 0, no); }},
+        {"kvc_copy_ranges, nothing", KVC_OK, [&] { return kvc_copy_ranges(copies_without(4), no, 0, &number); }},
         {"kvc_checksum, data", kBad, [&] { return kvc_checksum(no, 300, r.digest); }},
         {"kvc_checksum, digest", kBad, [&] { return kvc_checksum(bytes, 300, no); }},
     };

@@ -69,7 +69,8 @@ void copies_side_by_side() {
                                   kPage,
                                   kPages,
                                   kPages};
-        expect(kvc_copy(&segment, 1, pages.data(), pages.data(), kPages) == KVC_OK, "a copy failed");
+        const kvc_copy_plan plan{&segment, pages.data(), pages.data(), 1, kPages};
+        expect(kvc_copy(&plan, 1) == KVC_OK, "a copy failed");
     });
     for (const auto& copied : to) expect(copied == from, "a copy is not what was copied");
 }

@@ -39,13 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_engine(_Options(parser, owners, ("engine",), "the paged engine against a dense forward"))
     _add_agents(_Options(parser, owners, ("agents",), "agent traces through our block manager"))
     _add_manager(_Options(parser, owners, ("manager",), "what the block manager costs"))
-    quick = _Options(parser, owners, ("hash", "manager"), "to see that it works, not what it costs")
+    quick = _Options(
+        parser, owners, ("copy", "hash", "manager"), "to see that it works, not what it costs"
+    )
     quick.add(
         "--quick",
         action="store_true",
-        help="65,536 tokens, 3 repeats (manager: 64 requests), where nothing else is said",
+        help="65,536 tokens, 3 repeats (manager: 64 requests; copy: 16 MiB, two sizes), where"
+        " nothing else is said",
     )
     _add_disk(_Options(parser, owners, ("disk",), "pages in files, beside plain writes and reads"))
+    _add_copy(_Options(parser, owners, ("copy",), "copies of random pages, beside torch"))
 
 
 class _Options:
@@ -68,7 +72,7 @@ class _Options:
 
 
 def _add_shared(parser: argparse.ArgumentParser, owners: dict[str, tuple[str, ...]]) -> None:
-    repeated = _Options(parser, owners, ("disk", "engine", "hash", "manager"), "how often")
+    repeated = _Options(parser, owners, ("copy", "disk", "engine", "hash", "manager"), "how often")
     repeated.add(
         "--repeats",
         type=whole_number,
@@ -155,6 +159,17 @@ def _add_disk(options: _Options) -> None:
     )
 
 
+def _add_copy(options: _Options) -> None:
+    options.add(
+        "--size",
+        action="append",
+        type=byte_count,
+        metavar="SIZE",
+        help="of a page, repeatable (4KiB, 16KiB, 64KiB, 256KiB, 1MiB)",
+    )
+    options.add("--bytes", type=byte_count, metavar="SIZE", help="of each side (256MiB)")
+
+
 def _engine(
     given: dict[str, Any], seed: int, progress: Callable[[str], None]
 ) -> tuple[dict[str, Any], Sequence[str]]:
@@ -184,7 +199,7 @@ def _agents(
 
 def _inputs(bench: str, given: dict[str, Any]) -> list[str | Path]:
     """Files that a benchmark reads or runs."""
-    if bench == "disk":
+    if bench in {"copy", "disk"}:
         return []
     if bench == "engine":
         model = find_model_file()
@@ -220,8 +235,21 @@ def _disk(
     return report, bench.describe(report)
 
 
+def _copy(
+    given: dict[str, Any], seed: int, progress: Callable[[str], None]
+) -> tuple[dict[str, Any], Sequence[str]]:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in _engine
+    bench = importlib.import_module("kvcache.bench.copy")
+    if "size" in given:
+        given["sizes"] = tuple(given.pop("size"))
+    settings = {**(bench.QUICK if given.pop("quick", False) else {}), **given}
+    report = bench.run_copy_bench(bench.CopyBench(seed=seed, **settings), progress)
+    return report, bench.describe(report)
+
+
 BENCHES: dict[str, Run] = {
     "agents": _agents,
+    "copy": _copy,
     "disk": _disk,
     "engine": _engine,
     "hash": _hash,

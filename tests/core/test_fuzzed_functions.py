@@ -8,6 +8,7 @@ from pathlib import Path
 NO_STATUS = {
     "kvc_abi_version",
     "kvc_copy_path",
+    "kvc_cores",
     "kvc_last_error",
     "kvc_manager_free",
     "kvc_page_file_bytes",

@@ -131,7 +131,13 @@ def test_pages_move_inside_one_pool_when_no_byte_is_both_read_and_written() -> N
         ([0, -1], [0, 1], {}, "pair 1: source page -1 is outside"),
         ([0, 1], [0, 6], {}, "pair 1: destination page 6 is outside 0 to 5"),
         ([0, 1], [-2147483648, 1], {}, "destination page -2147483648 is outside"),
-        ([0, 1, 2], [3, 0, 3], {}, "destination page 3 is named twice"),
+        (
+            [0, 1, 2],
+            [3, 0, 3],
+            {},
+            "destination page 3 is named twice in one copy, by pairs 0 and 2",
+        ),
+        ([0, 1], [3, 3], {}, "destination page 3 is named twice in one copy, by pairs 0 and 1"),
         ([0], [0], {"length_bytes": 0}, "bytes"),
         ([0], [0], {"length_bytes": -5}, "bytes"),
         ([0], [0], {"source_stride_bytes": 99}, "stride"),
@@ -156,7 +162,7 @@ def test_bad_input_is_named_and_copies_nothing(
 
 
 def test_far_apart_destinations_are_compared_too() -> None:
-    """Ids too sparse for the bitmap: the sorting path."""
+    """Ids too sparse for a bit each: the table."""
     page = np.zeros(16, np.uint8)
     wide = CopySegment(page.ctypes.data, 1, 1, page.ctypes.data + 8, 1, 2**31 - 1, 1)
     with pytest.raises(ConfigError, match="destination page 2000000000 is named twice"):
@@ -192,6 +198,18 @@ def test_overlapping_segments_are_refused(second: int) -> None:
     np.testing.assert_array_equal(b.bytes, before)
 
 
+def test_a_segment_that_reaches_into_the_next_page_is_refused() -> None:
+    """Beside the other in one page, but not when pages touch."""
+    rng = np.random.default_rng(3)
+    a, b = Memory(rng, 100, 100, 4, 0), Memory(rng, 100, 100, 4, 0)
+    one = segment(a, b)
+    two = one._replace(target_address=one.target_address + 150)
+    before = b.bytes.copy()
+    with pytest.raises(ConfigError, match="overlaps another range"):
+        copy_pages([one, two], ids(0, 1), ids(0, 1))
+    np.testing.assert_array_equal(b.bytes, before)
+
+
 def test_strides_that_differ_are_compared_byte_by_byte() -> None:
     """Views whose ranges cross are fine as long as no byte of theirs does."""
     pool = np.arange(400, dtype=np.uint8)
@@ -220,14 +238,14 @@ import numpy as np
 from kvcache.core.copy import CopySegment, copy_pages, copy_path
 rng, wrong = np.random.default_rng(0), []
 for size in json.loads(sys.argv[1]):
+    pages = 3 + (600 << 10) // size  # a copy that fits into the caches takes another way
     for shift in (0, 1, 33):
-        a = rng.integers(0, 256, 5 * size, dtype=np.uint8)
-        b = np.full(5 * size + shift + 64, 0xA5, np.uint8)
-        copy_pages([CopySegment(a.ctypes.data, size, 5, b.ctypes.data + shift, size, 5, size)],
-                   np.array([3, 0, 1], np.int32), np.array([0, 3, 4], np.int32))
+        a = rng.integers(0, 256, pages * size, dtype=np.uint8)
+        b = np.full(pages * size + shift + 64, 0xA5, np.uint8)
+        of, to = (rng.permutation(pages)[:-2].astype(np.int32) for _ in range(2))
+        copy_pages([CopySegment(a.ctypes.data, size, pages, b.ctypes.data + shift, size, pages, size)], of, to)
         want = np.full_like(b, 0xA5)
-        want[shift:shift + size] = a[3 * size:4 * size]
-        want[shift + 3 * size:shift + 5 * size] = a[:2 * size]
+        want[shift:shift + pages * size].reshape(pages, size)[to] = a.reshape(pages, size)[of]
         if not np.array_equal(b, want):
             wrong.append([size, shift])
 print(json.dumps([copy_path(), wrong]))
@@ -239,11 +257,12 @@ def test_every_path_copies_the_same(path: str) -> None:
     order = ("memcpy", "avx2", "avx512")
     best = copy_path()
     out = subprocess.run(
-        [sys.executable, "-c", PROBE, json.dumps(SIZES)],
+        [sys.executable, "-c", PROBE, json.dumps([size for size in SIZES if size > 60])],
         env={**os.environ, "KVCACHE_COPY_PATH": path},
         check=True,
         capture_output=True,
         text=True,
+        timeout=300,
     ).stdout
     used, wrong = json.loads(out)
     assert used == min(path, best, key=order.index)
