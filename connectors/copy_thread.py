@@ -13,12 +13,14 @@ nobody waits for a result that cannot come.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,6 +138,12 @@ class CopyThread(Generic[B]):
         self._ended = ""
         self._notify: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="kvcache-copy", daemon=True)
+        _MADE.add(self)
+
+    def after_fork(self) -> None:
+        """In a forked child, which has no such thread: what it held at that moment nobody lets go."""
+        self._changed = threading.Condition()
+        self._notify = lambda: None
 
     def start(self) -> None:
         """Start the thread. Once."""
@@ -288,3 +296,14 @@ class CopyThread(Generic[B]):
                 self._results.append(job.result(error or job.error))
                 self._changed.notify_all()
         self._notify()
+
+
+_MADE: weakref.WeakSet[CopyThread[Any]] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for thread in _MADE:
+        thread.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
