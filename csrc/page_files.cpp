@@ -13,8 +13,10 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -201,10 +203,10 @@ class Worker {
 
     int publish(const char* temporary, const char* name) {
         if (::renameat(files_.folder, temporary, files_.folder, name) == 0) return 0;
-        if (errno != ENOENT) return errno;
-        char folder[kUnit + 1] = {};  // the first of its folder?
-        std::memcpy(folder, name, std::strcspn(name, "/"));
-        if (::mkdirat(files_.folder, folder, 0700) && errno != EEXIST) return errno;
+        if (errno != ENOENT && errno != ENOTDIR) return errno;
+        const std::string folder(name, std::strcspn(name, "/"));             // the first of its folder?
+        if (errno == ENOTDIR) ::unlinkat(files_.folder, folder.c_str(), 0);  // a file in its place
+        if (::mkdirat(files_.folder, folder.c_str(), 0700) && errno != EEXIST) return errno;
         return ::renameat(files_.folder, temporary, files_.folder, name) ? errno : 0;
     }
 
@@ -267,26 +269,20 @@ void for_each(const kvc_page_files& files, int64_t n, int32_t* outcomes, Body&& 
 
 // The folders that new names are in. A file whose name may not outlive a loss of power is none.
 void sync_folders(const kvc_page_files& files, const char* names, int64_t n, int32_t* outcomes) {
-    const auto name = [&](int64_t i) { return names + i * files.name_bytes; };
-    const auto folder_bytes = [&](int64_t i) {
-        const char* const slash = std::strchr(name(i), '/');
-        return slash ? static_cast<size_t>(slash - name(i)) : 0;
-    };
-    const auto sync = [&](const char* folder) {
+    const auto sync = [&](const char* folder) -> int32_t {
         const Descriptor fd(::openat(files.folder, folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
         return fd.get() < 0 || ::fsync(fd.get()) ? errno : 0;
     };
-    const int root = sync(".");  // new folders
+    const int32_t root = sync(".");  // new folders
+    std::map<std::string_view, int32_t> synced;
     for (int64_t i = 0; i < n; ++i) {
         if (outcomes[i]) continue;
-        char folder[kUnit + 1] = ".";
-        const size_t bytes = folder_bytes(i);
-        if (bytes) std::memcpy(folder, name(i), bytes), folder[bytes] = 0;
-        bool again = false;
-        for (int64_t j = 0; j < i && !again; ++j)
-            again = !outcomes[j] && folder_bytes(j) == bytes && std::memcmp(name(i), name(j), bytes) == 0;
-        outcomes[i] = root ? root : again ? 0 : sync(folder);
-        if (outcomes[i]) ::unlinkat(files.folder, name(i), 0);
+        const char* const name = names + i * files.name_bytes;
+        const char* const slash = std::strchr(name, '/');
+        const auto [found, first] = synced.try_emplace(slash ? std::string_view(name, slash) : ".", root);
+        if (first && !root) found->second = sync(std::string(found->first).c_str());
+        outcomes[i] = found->second;
+        if (outcomes[i]) ::unlinkat(files.folder, name, 0);
     }
 }
 

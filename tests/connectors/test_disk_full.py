@@ -136,7 +136,7 @@ def test_a_file_system_that_knows_no_direct_access_is_used_without(
 ) -> None:
     def folder(root: Path, direct: Any) -> DiskFolder:
         return DiskFolder(
-            root, layout="x", page_bytes=[PAGE], direct=direct, durable=False, threads=1
+            root, text="x", page_bytes=[PAGE], direct=direct, durable=False, threads=1
         )
 
     with mounted(tmp_path / "ram", "ramfs", "mode=700", require) as ram:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from tiers import disk_process
-from tiers.disk_pieces import disk, page_paths, temporaries
+from tiers.disk_pieces import disk, page_paths, temporaries, wait_for
 from tiers.pieces import PATIENCE
 
 from kvcache.connectors.testing import Follower, Key, Rig, Setup, chain, rig
@@ -38,14 +38,6 @@ def killed_at_the_end(process: subprocess.Popen[str]) -> Iterator[subprocess.Pop
     finally:
         process.kill()
         process.wait()
-
-
-def wait_for(what: str, condition: object) -> None:
-    assert callable(condition)
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not come"
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("seed", range(3 * SCALE))
