@@ -196,6 +196,13 @@ TIERS = [
         ("csrc/tests/test_page_files",),
     ),
     Mutant(
+        "a checksum that is no XXH3",
+        "csrc/xxh3.cpp",
+        "    const uint64_t low = merged(lanes_, kSecret + kLow,",
+        "    const uint64_t low = merged(lanes_, kSecret + kHigh,",
+        ("tests/core/test_checksum.py::test_known_digests",),
+    ),
+    Mutant(
         "longer files taken for whole",
         "csrc/page_files.cpp",
         "about.st_size != kvc_page_file_bytes(files_.page_bytes)",
