@@ -120,6 +120,7 @@ class FolderEntry:
         self.groups = [self._folder(self.path / str(group)) for group in range(groups)]
         self.board = Board(self.path / "board", int(self._writer, 16), fresh=alone)
         self._open.append(self.board.file)
+        self._linked = [d for d in self._open if os.fstat(d).st_nlink]  # some systems tell none
 
     def _describe(self, text: str) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -150,13 +151,13 @@ class FolderEntry:
 
     def is_whole(self) -> bool:
         """Whether all that is open is still there: somebody may have removed it."""
-        return all(os.fstat(descriptor).st_nlink for descriptor in self._open)
+        return all(os.fstat(descriptor).st_nlink for descriptor in self._linked)
 
     def close(self) -> None:
         """Let go of locks and files. Idempotent."""
         if hasattr(self, "own"):  # by descriptors: the folder may have another name by now
             with suppress(OSError):
-                for name in os.listdir(self.own):
+                for name in os.listdir(self.own):  # noqa: PTH208  (a descriptor)
                     os.unlink(name, dir_fd=self.own)
                 os.rmdir(self._writer, dir_fd=self._tmp)
             del self.own

@@ -131,6 +131,25 @@ def test_what_somebody_removed_is_made_again(
     assert list(folder.glob("*/tmp/*")) == []
 
 
+def test_a_file_system_that_tells_no_links_has_not_lost_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_worker, "CHECK_SECONDS", 0.0)
+    real = os.fstat
+
+    def without_links(descriptor: int) -> os.stat_result:
+        fields = list(real(descriptor))
+        fields[stat.ST_NLINK] = 0
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(disk_entry.os, "fstat", without_links)
+    with rig(lambda s: disk(s, tmp_path)) as r:
+        (own,) = tmp_path.glob("*/tmp/*")
+        r.store(KEYS)
+        assert has(r, KEYS)
+        assert list(tmp_path.glob("*/tmp/*")) == [own]
+
+
 def test_a_removed_folder_that_cannot_be_made_again_is_a_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

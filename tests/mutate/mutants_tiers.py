@@ -141,7 +141,9 @@ TIERS = [
         "connectors/copy_thread.py",
         "        self._changed = threading.Condition()\n        self._notify = lambda: None\n\n    def start",
         "        self._notify = lambda: None\n\n    def start",
-        ("tests/connectors/test_copy_thread.py::test_a_forked_child_can_close_what_it_has_no_thread_of",),
+        (
+            "tests/connectors/test_copy_thread.py::test_a_forked_child_can_close_what_it_has_no_thread_of",
+        ),
     ),
     Mutant(
         "what was read from the disk counts as being on the device",
