@@ -211,9 +211,9 @@ class DiskFolder:
             disk_format.file_names(names), self._heads(group, names), addresses, times
         )
 
-    def remove(self, group: int, names: NDArray[np.uint8]) -> None:
-        """The files are gone, or cannot be removed: then the next start finds them."""
-        self._files[group].remove(disk_format.file_names(names))
+    def remove(self, group: int, names: NDArray[np.uint8]) -> NDArray[np.int32]:
+        """The files are gone, or cannot be removed; outcomes as of `PageFiles.remove`."""
+        return self._files[group].remove(disk_format.file_names(names))
 
     def _heads(self, group: int, names: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return disk_format.heads(self.layout, group, self._page_bytes[group], names)

@@ -57,6 +57,13 @@ _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
 """Errors that say nothing of the file."""
 
 
+_NO_FILE = {errno.EISDIR, errno.ENOTDIR}
+"""Of files that are to be removed: something else is in their place, and not ours."""
+
+MAX_STUCK = 256
+"""Pieces of what could not be removed that are remembered; more the next start finds."""
+
+
 class _Batch(NamedTuple):
     direction: Direction
     group: int
@@ -192,6 +199,7 @@ class _Mover:
         self._page_bytes = page_bytes
         self._checked = time.monotonic()
         self._missed, self._listed = False, -math.inf
+        self._stuck: list[tuple[int, NDArray[np.uint8]]] = []
 
     def move(self, batch: _Batch) -> Moved:
         """One batch; first what makes room for it."""
@@ -215,6 +223,9 @@ class _Mover:
         if now >= self._checked + CHECK_SECONDS:
             self._checked = now
             self._missed |= self._folder.renew()
+            stuck, self._stuck = self._stuck, []
+            for group, names in stuck:
+                self._drop(group, names)
         for group, names in self._news.discarded():
             self._drop(group, names)
         if self._news.attentive:
@@ -240,9 +251,21 @@ class _Mover:
                 self._news.list(group, self._folder.scan(group).names)
 
     def _drop(self, group: int, names: NDArray[np.uint8]) -> None:
+        """Remove files. What cannot be removed now is tried again: else nobody would know of it."""
         if len(names):
-            self._folder.remove(group, names)
-            self._folder.board.post(Change.REMOVED, group, names)
+            outcomes = self._folder.remove(group, names)
+            self._folder.board.post(Change.REMOVED, group, names[outcomes == 0])
+            stuck = names[(outcomes != 0) & ~np.isin(outcomes, list(_NO_FILE))]
+            if len(stuck) and len(self._stuck) < MAX_STUCK:
+                self._stuck.append((group, stuck))
+
+    def _keep(self, group: int, names: NDArray[np.uint8]) -> None:
+        """What could not be removed, and was stored anew since, is not to be removed any more."""
+        new = {name.tobytes() for name in names}
+        self._stuck = [
+            (of, old if of != group else old[[row.tobytes() not in new for row in old]])
+            for of, old in self._stuck
+        ]
 
     def close(self) -> None:
         """Remove what is left to remove; let go of the folder."""
