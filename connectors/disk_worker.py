@@ -208,9 +208,10 @@ class _Mover:
         moved = self._folder.read if load else self._folder.write
         outcomes = moved(batch.group, batch.names, batch.addresses, batch.times)
         ok = outcomes == 0
-        self._folder.board.post(
-            Change.USED if load else Change.STORED, batch.group, batch.names[ok]
-        )
+        change = Change.USED if load else Change.STORED
+        self._folder.board.post(change, batch.group, batch.names[ok])
+        if self._stuck and not load:
+            self._keep(batch.group, batch.names[ok])
         gone = ~ok & ~np.isin(outcomes, list(_PASSING)) if load else np.zeros_like(ok)
         # What is not there may be stored anew by another process right now.
         self._drop(batch.group, batch.names[gone & (outcomes != errno.ENOENT)])

@@ -88,8 +88,8 @@ TIERS = [
     Mutant(
         "other processes are told nothing of stores",
         "connectors/disk_worker.py",
-        "        self._folder.board.post(Change.USED if load else Change.STORED,",
-        "        load and self._folder.board.post(Change.USED,",
+        "        self._folder.board.post(change, ",
+        "        load and self._folder.board.post(change, ",
         (DISK + "processes.py::test_one_bound_for_all",),
     ),
     Mutant(
