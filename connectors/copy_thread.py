@@ -31,6 +31,9 @@ IDLE_SECONDS = 5.0
 """How often an idle thread looks up without being woken."""
 
 
+CLOSED = "Closed: the connector was closed"
+
+
 class Batch(Protocol):
     """What is moved in one go: a bounded number of bytes."""
 
@@ -135,7 +138,7 @@ class CopyThread(Generic[B]):
         self._open = dict.fromkeys(Direction, 0)
         self._running: _Job[B] | None = None
         self._results: deque[TransferResult] = deque()
-        self._ended = ""
+        self._ended = self._stopped = ""
         self._notify: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="kvcache-copy", daemon=True)
         _MADE.add(self)
@@ -173,8 +176,9 @@ class CopyThread(Generic[B]):
                 return False
             self._open[transfer.direction] += 1
             self._notice_death()
-            if self._ended or not batches:
-                self._results.append(job.result(self._ended or error))
+            refused = self._ended or self._stopped
+            if refused or not batches:
+                self._results.append(job.result(refused or error))
             else:
                 self._queues[transfer.direction].append(job)
             self._changed.notify_all()
@@ -204,10 +208,18 @@ class CopyThread(Generic[B]):
                 dues = [job.due for queue in self._queues.values() for job in queue if not job.late]
                 self._changed.wait(min([end, *dues]) - now)
 
+    def stop(self) -> None:
+        """Fail what is queued, and what comes; the running batch, and the thread, go on."""
+        with self._changed:
+            self._stopped = CLOSED
+            self._fail_queued()
+            self._changed.notify_all()
+        self._notify()
+
     def close(self, timeout_seconds: float) -> bool:
         """Fail what is queued, wait for the running batch. True: nothing runs any more."""
         with self._changed:
-            self._ended = self._ended or "Closed: the connector was closed"
+            self._ended = self._ended or CLOSED
             self._fail_queued()
             self._changed.notify_all()
         self._notify()
@@ -243,7 +255,7 @@ class CopyThread(Generic[B]):
         for queue in self._queues.values():
             for job in [job for job in queue if job is not self._running]:
                 queue.remove(job)
-                self._results.append(job.result(self._ended))
+                self._results.append(job.result(self._ended or self._stopped))
 
     # ---- the thread ----------------------------------------------------------------------------
 
@@ -291,6 +303,8 @@ class CopyThread(Generic[B]):
         with self._changed:
             self._running = None
             job.done += 1
+            if job.done < len(job.batches):
+                error = error or self._stopped
             if error or job.done == len(job.batches):
                 self._queues[job.transfer.direction].remove(job)
                 self._results.append(job.result(error or job.error))
