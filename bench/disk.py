@@ -133,7 +133,7 @@ def _folder(given: str | None) -> Iterator[Path]:
 
 def _knows_direct(folder: Path) -> bool:
     opened = DiskFolder(
-        folder / "probe", layout="", page_bytes=[1], direct=None, durable=False, threads=1
+        folder / "probe", text="", page_bytes=[1], direct=None, durable=False, threads=1
     )
     opened.close()
     return opened.direct

@@ -279,6 +279,12 @@ class TierWorker(ABC):
         """Wait until what was stored so far lies in the last tier. False: the time was over."""
         return True
 
+    def stop(self) -> None:  # noqa: B027  (a worker that cannot runs what is queued until it is closed)
+        """Fail what is queued and what is submitted from now on; never waits. `slot_regions` stay.
+
+        For a tier above another one that has to be closed before it.
+        """
+
     @abstractmethod
     def close(self, timeout_seconds: float = 5.0) -> bool:
         """Fails what is queued, waits for what runs, joins threads, frees memory. Idempotent.

@@ -258,10 +258,19 @@ class ChainWorker(TierWorker):
                 return False
             self._came.wait(min(end - now, math.inf if self._tells else SLICE_SECONDS))
 
-    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> bool:
-        """The lower tier first, as it reads and writes memory of the upper one."""
-        end = time.monotonic() + timeout_seconds
+    def stop(self) -> None:
+        """Ends what is queued, in both tiers."""
         self._closed = True
+        self._upper.stop()
+        self._lower.stop()
+
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> bool:
+        """The lower tier first, as it reads and writes memory of the upper one.
+
+        What is queued ends in both, also where the lower one takes its time.
+        """
+        end = time.monotonic() + timeout_seconds
+        self.stop()
         closed = self._lower.close(timeout_seconds)
         if closed:
             closed = self._upper.close(max(end - time.monotonic(), 0.0))

@@ -13,12 +13,14 @@ nobody waits for a result that cannot come.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +29,9 @@ from kvcache.connectors.base import Direction, Transfer, TransferResult, failed
 
 IDLE_SECONDS = 5.0
 """How often an idle thread looks up without being woken."""
+
+
+CLOSED = "Closed: the connector was closed"
 
 
 class Batch(Protocol):
@@ -133,9 +138,15 @@ class CopyThread(Generic[B]):
         self._open = dict.fromkeys(Direction, 0)
         self._running: _Job[B] | None = None
         self._results: deque[TransferResult] = deque()
-        self._ended = ""
+        self._ended = self._stopped = ""
         self._notify: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="kvcache-copy", daemon=True)
+        _MADE.add(self)
+
+    def after_fork(self) -> None:
+        """In a forked child, which has no such thread: what it held at that moment nobody lets go."""
+        self._changed = threading.Condition()
+        self._notify = lambda: None
 
     def start(self) -> None:
         """Start the thread. Once."""
@@ -165,8 +176,9 @@ class CopyThread(Generic[B]):
                 return False
             self._open[transfer.direction] += 1
             self._notice_death()
-            if self._ended or not batches:
-                self._results.append(job.result(self._ended or error))
+            refused = self._ended or self._stopped
+            if refused or not batches:
+                self._results.append(job.result(refused or error))
             else:
                 self._queues[transfer.direction].append(job)
             self._changed.notify_all()
@@ -196,10 +208,18 @@ class CopyThread(Generic[B]):
                 dues = [job.due for queue in self._queues.values() for job in queue if not job.late]
                 self._changed.wait(min([end, *dues]) - now)
 
+    def stop(self) -> None:
+        """Fail what is queued, and what comes; the running batch, and the thread, go on."""
+        with self._changed:
+            self._stopped = CLOSED
+            self._fail_queued()
+            self._changed.notify_all()
+        self._notify()
+
     def close(self, timeout_seconds: float) -> bool:
         """Fail what is queued, wait for the running batch. True: nothing runs any more."""
         with self._changed:
-            self._ended = self._ended or "Closed: the connector was closed"
+            self._ended = self._ended or CLOSED
             self._fail_queued()
             self._changed.notify_all()
         self._notify()
@@ -235,7 +255,7 @@ class CopyThread(Generic[B]):
         for queue in self._queues.values():
             for job in [job for job in queue if job is not self._running]:
                 queue.remove(job)
-                self._results.append(job.result(self._ended))
+                self._results.append(job.result(self._ended or self._stopped))
 
     # ---- the thread ----------------------------------------------------------------------------
 
@@ -283,8 +303,21 @@ class CopyThread(Generic[B]):
         with self._changed:
             self._running = None
             job.done += 1
+            if job.done < len(job.batches):
+                error = error or self._stopped
             if error or job.done == len(job.batches):
                 self._queues[job.transfer.direction].remove(job)
                 self._results.append(job.result(error or job.error))
                 self._changed.notify_all()
         self._notify()
+
+
+_MADE: weakref.WeakSet[CopyThread[Any]] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for thread in _MADE:
+        thread.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

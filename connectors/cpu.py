@@ -166,6 +166,10 @@ class CpuWorker(TierWorker):
         """Until there is a result, or the time is over."""
         return self._thread.wait(timeout_seconds)
 
+    def stop(self) -> None:
+        """Ends what is queued."""
+        self._thread.stop()
+
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> bool:
         """Ends every transfer; `poll` still gives their results.
 

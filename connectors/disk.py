@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvcache.connectors.base import Connector
+from kvcache.connectors.disk_entry import cannot_use
 from kvcache.connectors.disk_folder import DiskFolder
 from kvcache.connectors.disk_format import layout_text
 from kvcache.connectors.disk_news import DiskNews
@@ -32,16 +33,17 @@ DEFAULT_BATCH_BYTES = 8 << 20
 class DiskConnector(Connector):
     """A folder of files as a tier.
 
-    Processes that give the same folder, model and geometry share it: each finds what the others
-    have stored, and the bound is for all together (give all the same). Another layout in the same
-    folder is removed once nobody uses it.
+    Processes that give the same folder, model, geometry and `layout` share pages: each finds what the
+    others have stored, and the bound is for all together (give all the same). What another model or
+    geometry left under the same `layout` is removed once nobody uses it.
 
     Args:
         geometry: the groups, as the manager has them.
         folder: a folder on a local file system, for nothing else. Made where it is not there.
         fingerprint: that of the manager. Its model must be named: the folder outlives the process.
         layout: what else changes the bytes of a page and not its key: the rank of a shard, an order
-            of pages. Processes with different layouts share nothing.
+            of pages. Processes with different layouts share nothing, and leave each other's pages
+            alone; each has a bound of its own.
         capacity_bytes: disk space to use, split over the groups by `split_bytes`, each page with
             its file's head. Or:
         pages: files of each group.
@@ -104,9 +106,12 @@ class DiskConnector(Connector):
             state_interval_tokens=state_interval_tokens,
             slot_bytes=file_bytes,
         )
+        role = text(layout, "DiskConnector.layout")
+        root = _path(folder)
         opened = DiskFolder(
-            _path(folder),
-            layout=layout_text(geometry, fingerprint, text(layout, "DiskConnector.layout")),
+            root,
+            text=layout_text(geometry, fingerprint, role),
+            role=role,
             page_bytes=sizes,
             direct=direct,
             durable=durable,
@@ -116,15 +121,19 @@ class DiskConnector(Connector):
         news = DiskNews()
         try:
             _require_room(setting, opened.path, sum(map(_product, file_bytes, slots)))
+            found = [opened.scan(group) for group in range(len(sizes))]
             scheduler = DiskScheduler(
                 sizes,
                 slots,
-                found=[opened.scan(group) for group in range(len(sizes))],
+                found=found,
                 news=news,
                 deadline_seconds=deadline_seconds,
                 events=events,
                 seed=seed,
             )
+        except OSError as error:
+            opened.close()
+            raise cannot_use(root, error) from error
         except BaseException:
             opened.close()
             raise
@@ -138,6 +147,7 @@ class DiskConnector(Connector):
                 page_bytes=sizes,
                 queue_depth=queue_depth,
                 batch_bytes=batch_bytes,
+                newest=max(pages.newest for pages in found),
             ),
             medium=MEDIUM_STORAGE,
         )
@@ -148,9 +158,10 @@ def _product(size: int, count: int) -> int:
 
 
 def _path(folder: object) -> Path:
-    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+    path = os.fspath(folder) if isinstance(folder, str | os.PathLike) else ""
+    if not isinstance(path, str) or not path or "\0" in path:
         raise ConfigError(f"DiskConnector.folder is {shown(folder)}: give the path of a folder")
-    return Path(folder)
+    return Path(path)
 
 
 def _require_identity(fingerprint: object) -> None:

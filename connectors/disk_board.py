@@ -4,18 +4,20 @@
     64    record 0 | record 1 | ... | record RECORDS - 1
 
 Whoever changes the folder writes records; whoever looks finds those since it looked last. So each
-process knows, soon, what all have stored, and all together keep to one bound. It is a courtesy,
-nothing relies on it: who missed records finds no file where it thought there was one, or does not
-know of one until it starts anew.
+process knows, soon, what all have stored, and all together keep to one bound. Who comes too late for
+records, or finds the board damaged, is told that it missed some, and looks into the folder itself.
+No answer relies on it: where a file was thought to be there is none, and that is a miss.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+import time
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +28,13 @@ RECORDS = 8192
 """More than the pages of one store, so that who looks now and then misses nothing."""
 
 LOCK_SECONDS = 0.05
-"""A process that was stopped in the middle of a record is not waited for any longer."""
+"""A process that was stopped in the middle of a record is not waited for any longer, ..."""
+
+HURRY_SECONDS = 5.0
+"""... and then, for so long, not at all: each record would be waited for."""
+
+MOST_RECORDS = 1 << 62
+"""More were never written: the board is damaged."""
 
 RECORD_DTYPE = np.dtype([("writer", "<u8"), ("kind", "<u4"), ("group", "<u4"), ("name", "u1", 64)])
 
@@ -44,6 +52,15 @@ class Change(IntEnum):
     """Loaded: it is not old."""
 
 
+class Seen(NamedTuple):
+    """What `Board.look` found."""
+
+    records: NDArray[np.void]
+    """Of others, in order, `RECORD_DTYPE`."""
+    missed: bool
+    """There were others that are not told any more."""
+
+
 class Board:
     """One process's view of the board. For one thread. `file` is the caller's to close.
 
@@ -51,16 +68,24 @@ class Board:
         path: made where it is not there.
         writer: what this process's records are known by, not 0.
         fresh: nobody else uses it: begin anew.
+
+    Raises:
+        OSError: it cannot be made or read. Nothing is open then.
     """
 
     def __init__(self, path: Path, writer: int, *, fresh: bool) -> None:
         self._writer = writer
-        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._hurry_until = 0.0
         if fresh:
-            with suppress(OSError):  # a full disk
-                os.ftruncate(self.file, 0)
-                self._write_head(0)
-        self._seen = self._written()
+            with suppress(FileNotFoundError):
+                path.unlink()
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.file = os.open(path, flags, 0o600)
+        try:
+            self._seen = self._written()
+        except OSError:
+            os.close(self.file)
+            raise
 
     def post(self, kind: Change, group: int, names: NDArray[np.uint8]) -> bool:
         """Tell the others. False: they were not told. Bounded time, no exception."""
@@ -69,9 +94,9 @@ class Board:
         records["name"] = names
         if not len(records):
             return True
-        if not lock_within(self.file, LOCK_SECONDS):
-            return False
         try:
+            if not self._lock():
+                return False
             first = self._written()
             records = records[-RECORDS:]
             for part in _parts(first, first + len(records)):
@@ -81,15 +106,26 @@ class Board:
                     _place(part),
                 )
             self._write_head(first + len(records))
+            if first == self._seen:  # nothing of others is in between
+                self._seen += len(records)
         except OSError:
             return False
         finally:
-            unlock(self.file)
+            with suppress(OSError):
+                unlock(self.file)
         return True
 
-    def look(self) -> NDArray[np.void]:
-        """What others told since the last call, in order; the last `RECORDS` of it at most."""
-        nothing = np.zeros(0, RECORD_DTYPE)
+    def _lock(self) -> bool:
+        hurry = time.monotonic() < self._hurry_until
+        if lock_within(self.file, 0 if hurry else LOCK_SECONDS):
+            return True
+        if not hurry:
+            self._hurry_until = time.monotonic() + HURRY_SECONDS
+        return False
+
+    def look(self) -> Seen:
+        """What others told since the last call; the last `RECORDS` of it at most."""
+        nothing = Seen(np.zeros(0, RECORD_DTYPE), missed=False)
         with suppress(OSError):
             if self._written() == self._seen:
                 return nothing
@@ -101,26 +137,27 @@ class Board:
                 unlock(self.file)
         return nothing
 
-    def _since_seen(self) -> NDArray[np.void]:
+    def _since_seen(self) -> Seen:
         written = self._written()
-        first = max(self._seen, written - RECORDS) if written >= self._seen else written
+        missed = not self._seen <= written <= self._seen + RECORDS
+        first = written if written < self._seen else max(self._seen, written - RECORDS)
         size = RECORD_DTYPE.itemsize
         raw = b"".join(
             os.pread(self.file, size * len(part), _place(part)) for part in _parts(first, written)
         )
         self._seen = written
         if len(raw) != (written - first) * size:  # cut short by somebody
-            return np.zeros(0, RECORD_DTYPE)
+            return Seen(np.zeros(0, RECORD_DTYPE), missed=True)
         records = np.frombuffer(raw, RECORD_DTYPE)
-        others: NDArray[np.void] = records[records["writer"] != self._writer]
-        return others
+        return Seen(records[records["writer"] != self._writer], missed)
 
     def _written(self) -> int:
         raw = os.pread(self.file, _HEAD.size, 0)
         if len(raw) < _HEAD.size:
             return 0
         magic, version, written = _HEAD.unpack(raw)
-        return int(written) if (magic, version) == (_MAGIC, _VERSION) else 0
+        known = (magic, version) == (_MAGIC, _VERSION) and written < MOST_RECORDS
+        return int(written) if known else 0
 
     def _write_head(self, written: int) -> None:
         os.pwrite(self.file, _HEAD.pack(_MAGIC, _VERSION, written), 0)

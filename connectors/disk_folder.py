@@ -1,11 +1,4 @@
-"""The folder of a disk tier: opened by several processes at once, cleaned after those that died.
-
-    FOLDER/lock                      held while somebody opens the folder
-    FOLDER/LAYOUT/layout.txt         what the layout is, for people
-    FOLDER/LAYOUT/users              locked, shared, by each process that uses the layout
-    FOLDER/LAYOUT/board              what processes tell each other (disk_board.py)
-    FOLDER/LAYOUT/tmp/WRITER/        files on their way, in a folder that its process keeps locked
-    FOLDER/LAYOUT/GROUP/ab/abcd...   pages (disk_format.py)
+"""The page files of a disk tier's folder: found, written, read, removed, for as long as it is there.
 
 A file gets its name when it is complete. It is not synced unless `durable`: after a loss of power a
 file may have its name and not its bytes, which its checksum tells, so that it is a miss; a process
@@ -16,10 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-import re
-import secrets
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -29,17 +19,19 @@ from numpy.typing import NDArray
 
 from kvcache.connectors import disk_format
 from kvcache.connectors.disk_board import Board
-from kvcache.connectors.disk_locks import lock_now, locked
+from kvcache.connectors.disk_entry import FolderEntry, cannot_use
 from kvcache.core.errors import ConfigError
 from kvcache.core.page_files import PageFiles, page_file_bytes
 
 OPEN_SECONDS = 60.0
-"""So long another process may take to open the folder: it reads the names of all files."""
+"""So long another process may take to open the folder."""
+
+RENEW_SECONDS = 0.5
+"""The same, for a folder that was removed under this process: its transfers wait meanwhile."""
 
 PROBE_BYTES = 4096
 _REFUSES_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_LAYOUT_NAME = re.compile(r"[0-9a-f]{32}")
 
 
 class FoundPages(NamedTuple):
@@ -49,17 +41,20 @@ class FoundPages(NamedTuple):
     """`[n, 64]`, as `Transfer.names`."""
     damaged: int
     """Files of another length: removed."""
+    newest: int = 0
+    """Time of the last of them, nanoseconds since 1970."""
 
 
 class DiskFolder:
     """One layout in one folder, with everything that has to be open for it.
 
-    `scan` is for its maker, before the thread starts that uses the rest. What others change after
-    this was made, they tell on the `board`.
+    For one thread: its maker, then the one that moves pages. What others change after this was made,
+    they tell on the `board`.
 
     Args:
         root: the folder; made where it is not there.
-        layout: `disk_format.layout_text`.
+        text: `disk_format.layout_text`.
+        role: the part of it that says whose layout it is.
         page_bytes: of each group.
         direct: past the kernel's cache; None: where the file system can.
         durable: files outlive a loss of power.
@@ -74,114 +69,67 @@ class DiskFolder:
         self,
         root: Path,
         *,
-        layout: str,
+        text: str,
+        role: str = "",
         page_bytes: Sequence[int],
         direct: bool | None,
         durable: bool,
         threads: int,
         files: type[PageFiles] = PageFiles,
     ) -> None:
-        self.layout = disk_format.layout_digest(layout)
-        self.path = root / self.layout.hex()[:32]
+        self.layout = disk_format.layout_digest(text)
+        self._root = root.absolute()
         self._page_bytes = tuple(page_bytes)
-        self._open: list[int] = []
-        self._writer = secrets.token_hex(8)
+
+        def enter(seconds: float) -> FolderEntry:
+            return FolderEntry(
+                self._root,
+                disk_format.layout_name(role, self.layout),
+                text=text,
+                groups=len(self._page_bytes),
+                durable=durable,
+                seconds=seconds,
+            )
+
+        def open_files(folder: int, size: int) -> PageFiles:
+            return files(
+                folder,
+                page_bytes=size,
+                head_bytes=disk_format.HEAD_DTYPE.itemsize,
+                name_bytes=disk_format.FILE_NAME_BYTES,
+                direct=self.direct,
+                durable=durable,
+                threads=threads,
+            )
+
+        self._enter: Callable[[float], FolderEntry] = enter
+        self._open_files: Callable[[int, int], PageFiles] = open_files
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            with locked(root / "lock", OPEN_SECONDS):
-                self._remove_unused(root)
-                self._enter(layout)
-            self.direct = self._probe(wanted=direct)
-            self._files = [
-                files(
-                    self._descriptor(self.path / str(group)),
-                    page_bytes=size,
-                    head_bytes=disk_format.HEAD_DTYPE.itemsize,
-                    name_bytes=disk_format.FILE_NAME_BYTES,
-                    direct=self.direct,
-                    durable=durable,
-                    threads=threads,
-                )
-                for group, size in enumerate(page_bytes)
-            ]
+            self._entry = enter(OPEN_SECONDS)
+        except OSError as error:
+            raise cannot_use(root, error) from error
+        try:
+            self.direct = _probe(self._entry.own, self.path, wanted=direct)
+            self._files = self._of_groups()
         except OSError as error:
             self.close()
-            raise ConfigError(
-                f"DiskConnector.folder {root} cannot be used ({error}): give a folder that this"
-                " process may write"
-            ) from error
+            raise cannot_use(root, error) from error
         except BaseException:
             self.close()
             raise
 
-    # ---- opening -------------------------------------------------------------------------------
+    def _of_groups(self) -> list[PageFiles]:
+        return list(map(self._open_files, self._entry.groups, self._page_bytes))
 
-    def _remove_unused(self, root: Path) -> None:
-        """Other layouts that nobody uses: nothing will ever read them here again."""
-        for entry in root.iterdir():
-            if entry == self.path or not _LAYOUT_NAME.fullmatch(entry.name):
-                continue
-            with suppress(OSError):
-                users = os.open(entry / "users", os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    if lock_now(users):
-                        shutil.rmtree(entry, ignore_errors=True)
-                finally:
-                    os.close(users)
+    @property
+    def path(self) -> Path:
+        """The folder of the layout."""
+        return self._entry.path
 
-    def _enter(self, layout: str) -> None:
-        folders = [self.path, self.path / "tmp", self.path / "tmp" / self._writer]
-        for folder in (*folders, *(self.path / str(g) for g in range(len(self._page_bytes)))):
-            folder.mkdir(mode=0o700, exist_ok=True)
-        with suppress(OSError):  # a full disk: it is for people only
-            (self.path / "layout.txt").write_text(layout)
-        users = self._descriptor(self.path / "users", os.O_RDWR | os.O_CREAT)
-        alone = lock_now(users)
-        lock_now(users, shared=True)  # under FOLDER/lock nobody else asks for more than this
-        lock_now(self._descriptor(folders[-1]))
-        for folder in (self.path / "tmp").iterdir():
-            self._remove_dead(folder)
-        self.board = Board(self.path / "board", int(self._writer, 16), fresh=alone)
-        self._open.append(self.board.file)
-
-    def _remove_dead(self, folder: Path) -> None:
-        """What a writer left that does not hold its folder any more."""
-        if folder.name == self._writer:
-            return
-        with suppress(OSError):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                if lock_now(descriptor):
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(descriptor)
-
-    def _descriptor(self, path: Path, flags: int = os.O_RDONLY | os.O_DIRECTORY) -> int:
-        self._open.append(os.open(path, flags | os.O_CLOEXEC, 0o600))
-        return self._open[-1]
-
-    def _probe(self, *, wanted: bool | None) -> bool:
-        """Whether files are to be written and read past the cache, tried with one."""
-        folder = self._descriptor(self.path / "tmp" / self._writer)
-        page = np.zeros(2 * PROBE_BYTES, np.uint8)
-        address = np.array([page.ctypes.data // PROBE_BYTES * PROBE_BYTES + PROBE_BYTES], np.uint64)
-        name, head = np.frombuffer(b"probe\0\0\0", np.uint8)[None], np.ones((1, 8), np.uint8)
-        when = np.zeros(1, np.int64)
-        for direct in (True, False) if wanted is None else (wanted,):
-            probe = PageFiles(
-                folder, page_bytes=PROBE_BYTES, head_bytes=8, name_bytes=8, direct=direct
-            )
-            outcome = int(probe.write("try", name, head, address, when)[0])
-            outcome = outcome or int(probe.read(name, head, address, when)[0])
-            probe.remove(name)
-            if outcome == 0 or outcome in _FULL:
-                return direct
-            if outcome not in _REFUSES_DIRECT:
-                raise OSError(outcome, os.strerror(outcome))
-        raise ConfigError(
-            f"DiskConnector.direct is {wanted}, and the file system of {self.path} cannot do that:"
-            " leave it out"
-        )
+    @property
+    def board(self) -> Board:
+        """Where processes tell each other what changed."""
+        return self._entry.board
 
     # ---- what there is -------------------------------------------------------------------------
 
@@ -199,16 +147,41 @@ class DiskFolder:
                     continue
                 with suppress(OSError):  # removed by another process
                     about = entry.stat(follow_symlinks=False)
-                    if about.st_size == length:
+                    if about.st_size == length and entry.name.startswith(folder.name):
                         found.append((about.st_mtime_ns, name))
                         continue
                     Path(entry.path).unlink()
                     damaged += 1
         found.sort()
         names = np.frombuffer(b"".join(name for _, name in found), np.uint8)
-        return FoundPages(names.reshape(-1, 64), damaged)
+        return FoundPages(names.reshape(-1, 64), damaged, found[-1][0] if found else 0)
 
-    # ---- on the copy thread --------------------------------------------------------------------
+    def absent(self, group: int, names: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """For each name whether there is no file. O(names), one `stat` each."""
+        out = np.zeros(len(names), np.bool_)
+        folder = self._entry.groups[group]
+        for i, row in enumerate(disk_format.file_names(names)):
+            try:
+                os.stat(row.tobytes().rstrip(b"\0"), dir_fd=folder, follow_symlinks=False)
+            except OSError:
+                out[i] = True
+        return out
+
+    def renew(self) -> bool:
+        """Enter again where somebody removed the folder, or a part of it. True: it was done.
+
+        What cannot be done now is tried at the next call.
+        """
+        with suppress(OSError, ConfigError):
+            if self._entry.is_whole():
+                return False
+            before, self._entry = self._entry, self._enter(RENEW_SECONDS)
+            self._files = self._of_groups()
+            before.close()
+            return True
+        return False
+
+    # ---- pages ---------------------------------------------------------------------------------
 
     def write(
         self,
@@ -219,7 +192,7 @@ class DiskFolder:
     ) -> NDArray[np.int32]:
         """Pages to files; outcomes as of `PageFiles.write`."""
         return self._files[group].write(
-            f"../tmp/{self._writer}/",
+            self._entry.temporary,
             disk_format.file_names(names),
             self._heads(group, names),
             addresses,
@@ -238,15 +211,34 @@ class DiskFolder:
             disk_format.file_names(names), self._heads(group, names), addresses, times
         )
 
-    def remove(self, group: int, names: NDArray[np.uint8]) -> None:
-        """The files are gone, or cannot be removed: then the next start finds them."""
-        self._files[group].remove(disk_format.file_names(names))
+    def remove(self, group: int, names: NDArray[np.uint8]) -> NDArray[np.int32]:
+        """The files are gone, or cannot be removed; outcomes as of `PageFiles.remove`."""
+        return self._files[group].remove(disk_format.file_names(names))
 
     def _heads(self, group: int, names: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return disk_format.heads(self.layout, group, self._page_bytes[group], names)
 
     def close(self) -> None:
         """Let go of locks and files. Idempotent."""
-        shutil.rmtree(self.path / "tmp" / self._writer, ignore_errors=True)
-        while self._open:
-            os.close(self._open.pop())
+        self._entry.close()
+
+
+def _probe(folder: int, path: Path, *, wanted: bool | None) -> bool:
+    """Whether files are to be written and read past the cache, tried with one."""
+    page = np.zeros(2 * PROBE_BYTES, np.uint8)
+    address = np.array([page.ctypes.data // PROBE_BYTES * PROBE_BYTES + PROBE_BYTES], np.uint64)
+    name, head = np.frombuffer(b"probe\0\0\0", np.uint8)[None], np.ones((1, 8), np.uint8)
+    when = np.zeros(1, np.int64)
+    for direct in (True, False) if wanted is None else (wanted,):
+        probe = PageFiles(folder, page_bytes=PROBE_BYTES, head_bytes=8, name_bytes=8, direct=direct)
+        outcome = int(probe.write("try", name, head, address, when)[0])
+        outcome = outcome or int(probe.read(name, head, address, when)[0])
+        probe.remove(name)
+        if outcome == 0 or outcome in _FULL:
+            return direct
+        if outcome not in _REFUSES_DIRECT:
+            raise OSError(outcome, os.strerror(outcome))
+    raise ConfigError(
+        f"DiskConnector.direct is {wanted}, and the file system of {path} cannot do that:"
+        " leave it out"
+    )

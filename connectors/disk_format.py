@@ -1,14 +1,15 @@
 """What a page's file on disk is called, and what stands in it before the page: one format, one version.
 
-    FOLDER/LAYOUT/GROUP/ab/abcd...            native keys: the digest; the first two letters are a folder
-    FOLDER/LAYOUT/GROUP/ab/abcd...-0123...    foreign keys: digest and namespace
+    FOLDER/ROLE-LAYOUT/GROUP/ab/abcd...            native keys: the digest; two letters are a folder
+    FOLDER/ROLE-LAYOUT/GROUP/ab/abcd...-0123...    foreign keys: digest and namespace
 
     0     head: all that makes this page this page; whoever reads it knows what it must be
     120   XXH3-128 of the whole file, with zeros in place of itself
     4096  the page, zeros up to a multiple of 4096
 
 LAYOUT is a digest of everything that changes the bytes of pages and is not in their keys. So other
-layouts, and other versions of this format, are other folders.
+layouts, and other versions of this format, are other folders. ROLE is a digest of that part of it that
+says whose they are, such as the rank of a shard: a rank replaces its own old layouts, not those of others.
 """
 
 from __future__ import annotations
@@ -78,6 +79,16 @@ def _spec_text(group: GroupSpec) -> str:
 def layout_digest(text: str) -> bytes:
     """32 bytes that name a layout."""
     return hashlib.sha256(b"kvcache/layout/1\0" + text.encode()).digest()
+
+
+def layout_name(role: str, layout: bytes) -> str:
+    """Name of the folder of a layout. Layouts of one role take each other's place.
+
+    Args:
+        role: the setting `layout`.
+    """
+    of_role = hashlib.sha256(b"kvcache/role/1\0" + role.encode()).hexdigest()
+    return f"{of_role[:8]}-{layout.hex()[:32]}"
 
 
 def heads(

@@ -15,7 +15,11 @@ RETRY_SECONDS = 0.005
 
 
 def lock_now(descriptor: int, *, shared: bool = False) -> bool:
-    """Take the lock of an open file or folder, or change the kind of it. False: another has it."""
+    """Take the lock of an open file or folder, or change the kind of it. False: another has it.
+
+    Raises:
+        OSError: a file system without locks.
+    """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -46,7 +50,7 @@ def locked(path: Path, seconds: float) -> Iterator[None]:
     Raises:
         ConfigError: somebody kept it for so long.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         if not lock_within(descriptor, seconds):
             raise ConfigError(

@@ -56,6 +56,10 @@ class DiskNews:
         """Whether anybody takes what is told."""
         return len(self._heard) < MAX_HEARD
 
+    def list(self, group: int, names: NDArray[np.uint8]) -> None:
+        """Every file of a group, the oldest first, in place of news that were missed."""
+        self._heard.append(News(Change.STORED, group, names))
+
     def tell(self, records: NDArray[np.void]) -> None:
         """Records of a `Board`."""
         if not len(records):

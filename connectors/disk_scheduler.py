@@ -30,6 +30,7 @@ from kvcache.connectors.disk_folder import FoundPages
 from kvcache.connectors.disk_news import DiskNews
 from kvcache.connectors.pool_records import Part
 from kvcache.connectors.pool_scheduler import PoolScheduler
+from kvcache.core.errors import InvariantError
 from kvcache.core.hashing import NATIVE_NAMESPACE
 
 NO_SPACE = "NoSpace"
@@ -72,11 +73,9 @@ class DiskScheduler(PoolScheduler):
         """The key of each slot that has one: what to remove when it is taken."""
         self._aside = [np.zeros(0, np.int32) for _ in slots]
         self._full_until = 0.0
-        for group, (pages, n) in enumerate(zip(found, slots, strict=True)):
+        for group, pages in enumerate(found):
             self._counts.gone_pages += pages.damaged
-            excess = max(len(pages.names) - n, 0)
-            news.discard(group, pages.names[:excess])
-            self._adopt(group, pages.names[excess:])
+            self._adopt(group, pages.names)
 
     # ---- what is asked -------------------------------------------------------------------------
 
@@ -105,9 +104,10 @@ class DiskScheduler(PoolScheduler):
 
     def complete(self, result: TransferResult) -> None:
         """As `PoolScheduler.complete`. After a store that found the disk full, room is made."""
+        self._hear()  # what was told before these files were written is about others of their names
         known = result.id in self._plans
         super().complete(result)
-        if known and not result.late and result.error.startswith(f"{NO_SPACE}:"):
+        if known and not result.late and f"{NO_SPACE}:" in result.error:
             self._set_aside()
 
     # ---- slots and their files -----------------------------------------------------------------
@@ -159,11 +159,15 @@ class DiskScheduler(PoolScheduler):
         return slots >= 0, slots[slots >= 0]
 
     def _adopt(self, group: int, names: NDArray[np.uint8]) -> None:
-        """Files that are there get slots, the last of them the youngest; none: they stay unknown.
+        """Files that are there get slots, the last of them the youngest.
 
         What is old makes room, with its file: two processes that store at the same time may each
-        have taken the last slot, or both have removed the same file for it.
+        have taken the last slot, or both have removed the same file for it. Files for which all slots
+        are held stay unknown; who stored them knows them.
         """
+        excess = max(len(names) - self._pools[group].capacity, 0)
+        self._news.discard(group, names[:excess])
+        names = names[excess:]
         slots = self._take(group, len(names))
         names = names[len(names) - len(slots) :]
         for namespace, rows in _by_namespace(names):
@@ -194,6 +198,14 @@ class DiskScheduler(PoolScheduler):
             out.pinned_pages -= len(slots)
             out.used_bytes -= len(slots) * slot_bytes
         return out
+
+    def check(self) -> None:
+        """As `PoolScheduler.check`; and each key has the name of its file."""
+        super().check()
+        for group, (pool, slots) in enumerate(zip(self._pools, self._slots, strict=True)):
+            keyed, named = pool.stats().keyed, int(slots["keyed"].sum())
+            if keyed != named:
+                raise InvariantError(f"group {group}: {keyed} keys, and the files of {named}")
 
     def _holders(self) -> list[Counter[int]]:
         holders = super()._holders()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +36,15 @@ CLOSE_SECONDS = 5.0
 LOOK_SECONDS = 0.2
 """How often an idle thread looks what other processes did."""
 
+CHECK_SECONDS = 1.0
+"""How often it is looked whether somebody removed the folder."""
+
+LIST_SECONDS = 60.0
+"""How often at most all files are listed, as news were missed. About 10 us a file."""
+
+LATEST = 1 << 62
+"""Nanoseconds since 1970 of the year 2116: files that are said to be younger have no time to go by."""
+
 _FAULTS: dict[int, tuple[str, str]] = {
     PageFault.LENGTH: ("Truncated", "are cut short"),
     PageFault.HEAD: ("OtherPage", "are of another page, layout or version"),
@@ -44,6 +55,13 @@ _FAULTS: dict[int, tuple[str, str]] = {
 
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
 """Errors that say nothing of the file."""
+
+
+_NO_FILE = {errno.EISDIR, errno.ENOTDIR}
+"""Of files that are to be removed: something else is in their place, and not ours."""
+
+MAX_STUCK = 256
+"""Pieces of what could not be removed that are remembered; more the next start finds."""
 
 
 class _Batch(NamedTuple):
@@ -64,6 +82,8 @@ class DiskWorker(TierWorker):
         groups: names of the geometry's groups, for messages.
         page_bytes: of each group.
         batch_bytes: moved between two looks at queue and deadline.
+        newest: time of the youngest file. What is stored now is younger, also when the clock was
+            set back since.
     """
 
     def __init__(
@@ -75,12 +95,13 @@ class DiskWorker(TierWorker):
         page_bytes: Sequence[int],
         queue_depth: int,
         batch_bytes: int,
+        newest: int = 0,
     ) -> None:
         self._groups = tuple(groups)
         self._page_bytes = tuple(page_bytes)
         self._batch_bytes = batch_bytes
         self._pages: tuple[PageRegion, ...] = ()
-        self._last_time = 0
+        self._last_time = min(newest, LATEST)
         mover = _Mover(folder, news, self._page_bytes)
         self._thread = CopyThread(
             mover.move,
@@ -158,6 +179,10 @@ class DiskWorker(TierWorker):
         """Until there is a result, or the time is over."""
         return self._thread.wait(timeout_seconds)
 
+    def stop(self) -> None:
+        """Ends what is queued."""
+        self._thread.stop()
+
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> bool:
         """Ends every transfer; `poll` still gives their results.
 
@@ -174,9 +199,11 @@ class _Mover:
 
     def __init__(self, folder: DiskFolder, news: DiskNews, page_bytes: Sequence[int]) -> None:
         self._folder = folder
-        self._board = folder.board
         self._news = news
         self._page_bytes = page_bytes
+        self._checked = time.monotonic()
+        self._missed, self._listed = False, -math.inf
+        self._stuck: list[tuple[int, NDArray[np.uint8]]] = []
 
     def move(self, batch: _Batch) -> Moved:
         """One batch; first what makes room for it."""
@@ -185,7 +212,10 @@ class _Mover:
         moved = self._folder.read if load else self._folder.write
         outcomes = moved(batch.group, batch.names, batch.addresses, batch.times)
         ok = outcomes == 0
-        self._board.post(Change.USED if load else Change.STORED, batch.group, batch.names[ok])
+        change = Change.USED if load else Change.STORED
+        self._folder.board.post(change, batch.group, batch.names[ok])
+        if self._stuck and not load:
+            self._keep(batch.group, batch.names[ok])
         gone = ~ok & ~np.isin(outcomes, list(_PASSING)) if load else np.zeros_like(ok)
         # What is not there may be stored anew by another process right now.
         self._drop(batch.group, batch.names[gone & (outcomes != errno.ENOENT)])
@@ -194,15 +224,53 @@ class _Mover:
 
     def attend(self) -> None:
         """Remove what is to be removed, hear what others did."""
+        now = time.monotonic()
+        if now >= self._checked + CHECK_SECONDS:
+            self._checked = now
+            self._missed |= self._folder.renew()
+            stuck, self._stuck = self._stuck, []
+            for group, names in stuck:
+                self._drop(group, names)
         for group, names in self._news.discarded():
             self._drop(group, names)
         if self._news.attentive:
-            self._news.tell(self._board.look())
+            seen = self._folder.board.look()
+            self._news.tell(self._still_so(seen.records))
+            self._missed |= seen.missed
+            if self._missed and now >= self._listed + LIST_SECONDS:
+                self._list()
+                self._missed, self._listed = False, now
+
+    def _still_so(self, records: NDArray[np.void]) -> NDArray[np.void]:
+        """Without what is told as removed and is there, as it was stored anew since."""
+        keep = np.ones(len(records), np.bool_)
+        for group in range(len(self._page_bytes)):
+            rows = np.flatnonzero((records["kind"] == Change.REMOVED) & (records["group"] == group))
+            keep[rows] = self._folder.absent(group, records["name"][rows])
+        return records[keep]
+
+    def _list(self) -> None:
+        """Tell what there is, file by file: what nobody knows of, nobody removes."""
+        with suppress(OSError):  # removed again
+            for group in range(len(self._page_bytes)):
+                self._news.list(group, self._folder.scan(group).names)
 
     def _drop(self, group: int, names: NDArray[np.uint8]) -> None:
+        """Remove files. What cannot be removed now is tried again: else nobody would know of it."""
         if len(names):
-            self._folder.remove(group, names)
-            self._board.post(Change.REMOVED, group, names)
+            outcomes = self._folder.remove(group, names)
+            self._folder.board.post(Change.REMOVED, group, names[outcomes == 0])
+            stuck = names[(outcomes != 0) & ~np.isin(outcomes, list(_NO_FILE))]
+            if len(stuck) and len(self._stuck) < MAX_STUCK:
+                self._stuck.append((group, stuck))
+
+    def _keep(self, group: int, names: NDArray[np.uint8]) -> None:
+        """What could not be removed, and was stored anew since, is not to be removed any more."""
+        new = {name.tobytes() for name in names}
+        self._stuck = [
+            (of, old if of != group else old[[row.tobytes() not in new for row in old]])
+            for of, old in self._stuck
+        ]
 
     def close(self) -> None:
         """Remove what is left to remove; let go of the folder."""

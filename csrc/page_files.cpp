@@ -13,8 +13,10 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -146,7 +148,7 @@ class Worker {
         return body_.get();
     }
 
-    // Copies as it goes where `from` is another place, so that each block is read from memory once.
+    // Copies as it goes where `from` is another place, so that each byte is read from memory once.
     void sum(const uint8_t* from, uint8_t* at, uint8_t* digest) {
         constexpr size_t block = Xxh3::kBlock;
         Xxh3 hash;
@@ -154,9 +156,11 @@ class Worker {
         const auto page = static_cast<size_t>(files_.page_bytes), all = static_cast<size_t>(body_bytes(files_));
         if (from == at) return hash.finish(at, all, digest);
         const size_t whole = (page - 1) / block * block;
-        for (size_t done = 0; done < whole; done += block) {
-            std::memcpy(at + done, from + done, block);
-            hash.blocks(at + done, 1);
+        for (size_t done = 0; done < whole;) {
+            const size_t part = std::min(whole - done, 16 * block);  // stays in the first cache
+            std::memcpy(at + done, from + done, part);
+            hash.blocks(at + done, part / block);
+            done += part;
         }
         std::memcpy(at + whole, from + whole, page - whole);
         hash.finish(at + whole, all - whole, digest);
@@ -204,10 +208,10 @@ class Worker {
 
     int publish(const char* temporary, const char* name) {
         if (::renameat(files_.folder, temporary, files_.folder, name) == 0) return 0;
-        if (errno != ENOENT) return errno;
-        char folder[kUnit + 1] = {};  // the first of its folder?
-        std::memcpy(folder, name, std::strcspn(name, "/"));
-        if (::mkdirat(files_.folder, folder, 0700) && errno != EEXIST) return errno;
+        if (errno != ENOENT && errno != ENOTDIR) return errno;
+        const std::string folder(name, std::strcspn(name, "/"));             // the first of its folder?
+        if (errno == ENOTDIR) ::unlinkat(files_.folder, folder.c_str(), 0);  // a file in its place
+        if (::mkdirat(files_.folder, folder.c_str(), 0700) && errno != EEXIST) return errno;
         return ::renameat(files_.folder, temporary, files_.folder, name) ? errno : 0;
     }
 
@@ -270,26 +274,20 @@ void for_each(const kvc_page_files& files, int64_t n, int32_t* outcomes, Body&& 
 
 // The folders that new names are in. A file whose name may not outlive a loss of power is none.
 void sync_folders(const kvc_page_files& files, const char* names, int64_t n, int32_t* outcomes) {
-    const auto name = [&](int64_t i) { return names + i * files.name_bytes; };
-    const auto folder_bytes = [&](int64_t i) {
-        const char* const slash = std::strchr(name(i), '/');
-        return slash ? static_cast<size_t>(slash - name(i)) : 0;
-    };
-    const auto sync = [&](const char* folder) {
+    const auto sync = [&](const char* folder) -> int32_t {
         const Descriptor fd(::openat(files.folder, folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
         return fd.get() < 0 || ::fsync(fd.get()) ? errno : 0;
     };
-    const int root = sync(".");  // new folders
+    const int32_t root = sync(".");  // new folders
+    std::map<std::string_view, int32_t> synced;
     for (int64_t i = 0; i < n; ++i) {
         if (outcomes[i]) continue;
-        char folder[kUnit + 1] = ".";
-        const size_t bytes = folder_bytes(i);
-        if (bytes) std::memcpy(folder, name(i), bytes), folder[bytes] = 0;
-        bool again = false;
-        for (int64_t j = 0; j < i && !again; ++j)
-            again = !outcomes[j] && folder_bytes(j) == bytes && std::memcmp(name(i), name(j), bytes) == 0;
-        outcomes[i] = root ? root : again ? 0 : sync(folder);
-        if (outcomes[i]) ::unlinkat(files.folder, name(i), 0);
+        const char* const name = names + i * files.name_bytes;
+        const char* const slash = std::strchr(name, '/');
+        const auto [found, first] = synced.try_emplace(slash ? std::string_view(name, slash) : ".", root);
+        if (first && !root) found->second = sync(std::string(found->first).c_str());
+        outcomes[i] = found->second;
+        if (outcomes[i]) ::unlinkat(files.folder, name, 0);
     }
 }
 

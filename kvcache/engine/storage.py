@@ -29,6 +29,9 @@ from kvcache.connectors.base import PageRegion
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
 
+ALIGNMENT = 4096
+"""Where the arena begins: whole blocks of a disk are read into it and written from it in place."""
+
 
 class PagedStorage:
     """An arena of `slabs` slabs, zeroed, exactly as large as they are. Owns the memory.
@@ -64,12 +67,14 @@ class PagedStorage:
         self.geometry = geometry
         size = slabs * geometry.slab_bytes
         try:
-            self.arena = torch.zeros(size, dtype=torch.uint8, device=device)
+            memory = torch.zeros(size + ALIGNMENT, dtype=torch.uint8, device=device)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"no memory for an arena of {slabs} slabs ({size:,} bytes) on {device}: give it"
                 " fewer slabs"
             ) from error
+        first = -memory.data_ptr() % ALIGNMENT
+        self.arena = memory[first : first + size]
         self._classes = [self.arena.view(-1, stride) for stride in geometry.stride_bytes]
         self.raw: list[Tensor] = [
             self._classes[c][:, : spec.page_bytes]

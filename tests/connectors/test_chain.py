@@ -263,6 +263,8 @@ def test_close_ends_the_disk_first_and_waits_for_it(tmp_path: Path) -> None:
         assert not r.worker.close(0.02)
         upper = tiers(r)[0].worker
         assert upper._thread._thread.is_alive()  # type: ignore[attr-defined]
+        late = r.run(r.planned(chain("c", 2)))  # of the upper tier, which waits for the disk
+        assert (late.ok.tolist(), late.error.partition(":")[0]) == ([0, 0], "Closed")
         gate.open()
         assert r.worker.close(PATIENCE)
         assert r.worker.close(PATIENCE)

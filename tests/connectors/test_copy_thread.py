@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import threading
 from dataclasses import replace
 from typing import Any
@@ -232,3 +234,29 @@ def test_a_thread_that_is_gone_without_a_word_is_noticed() -> None:
         assert worker.poll()[0].error.startswith("ThreadDied")
         worker._thread._thread = real
         gate.open()
+
+
+def test_a_forked_child_can_close_what_it_has_no_thread_of() -> None:
+    """A lock that the thread held when the process was forked nobody would ever let go."""
+    with worker_of() as worker:
+        lock = worker._thread._changed
+        held, done = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with lock:
+                held.set()
+                assert done.wait(PATIENCE)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        assert held.wait(PATIENCE)
+        child = os.fork()
+        if not child:
+            signal.alarm(int(PATIENCE))  # ends it if it hangs
+            os._exit(0 if worker.close(1.0) else 3)
+        _, status = os.waitpid(child, 0)
+        done.set()
+        holder.join(PATIENCE)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert worker.submit(transfer(1, Direction.STORE, [0], [0]))
+        assert finals(worker, 1)[0].ok.tolist() == [1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 from tiers import disk_process
 from tiers.disk_pieces import disk, page_paths, temporaries
@@ -19,6 +21,7 @@ from tiers.pieces import PATIENCE, one_group
 from kvcache.connectors.disk_folder import DiskFolder
 from kvcache.connectors.testing import Key, Rig, Setup, chain, rig
 from kvcache.core.errors import ConfigError
+from kvcache.core.page_files import PageFiles
 
 PAGE = 1 << 16
 FILE = PAGE + 4096
@@ -124,6 +127,32 @@ def test_a_tier_starts_on_a_full_disk_and_reads_what_is_there(small_disk: Path) 
         assert r.visible(kept[-2:]) == [1, 0]
 
 
+def test_what_cannot_be_removed_now_is_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fails for a while must not leave files that nobody knows of."""
+    monkeypatch.setattr("kvcache.connectors.disk_worker.CHECK_SECONDS", 0.0)
+    failing = True
+
+    class Files(PageFiles):
+        def remove(self, names: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
+            if failing:
+                return np.full(len(names), errno.EIO, np.int32)
+            return super().remove(names)
+
+    with rig(lambda s: disk(s, tmp_path, files=Files), Setup(pages=(4, 1))) as r:
+        for i in range(12):
+            r.store([Key(f"k{i}")])
+        assert len(page_paths(tmp_path, 0)) == 12
+        r.store([Key("k0")])  # anew
+        failing = False
+        r.store([Key("last")])
+        assert len(page_paths(tmp_path, 0)) == 4
+        newest = [Key("k10"), Key("k11"), Key("k0"), Key("last")]
+        assert r.lookup(1, newest) == [1] * 4
+        assert all(r.load(1, newest))
+
+
 def test_a_bound_above_the_file_system_is_refused(small_disk: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"capacity_bytes asks for 5\.\d+ MiB of disk.* 4\.\d+ MiB in all: lower"
@@ -136,7 +165,7 @@ def test_a_file_system_that_knows_no_direct_access_is_used_without(
 ) -> None:
     def folder(root: Path, direct: Any) -> DiskFolder:
         return DiskFolder(
-            root, layout="x", page_bytes=[PAGE], direct=direct, durable=False, threads=1
+            root, text="x", page_bytes=[PAGE], direct=direct, durable=False, threads=1
         )
 
     with mounted(tmp_path / "ram", "ramfs", "mode=700", require) as ram:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tiers import disk_process
-from tiers.disk_pieces import disk, page_paths, temporaries
+from tiers import disk_kills, disk_process
+from tiers.disk_pieces import disk, page_paths, temporaries, wait_for
 from tiers.pieces import PATIENCE
 
 from kvcache.connectors.testing import Follower, Key, Rig, Setup, chain, rig
@@ -38,14 +38,6 @@ def killed_at_the_end(process: subprocess.Popen[str]) -> Iterator[subprocess.Pop
     finally:
         process.kill()
         process.wait()
-
-
-def wait_for(what: str, condition: object) -> None:
-    assert callable(condition)
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not come"
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("seed", range(3 * SCALE))
@@ -97,6 +89,17 @@ def test_a_process_killed_while_another_uses_the_folder(tmp_path: Path) -> None:
             assert all(late.load(1, keys))
         assert all(r.lookup(1, keys))
         assert all(r.load(1, keys))
+
+
+@pytest.mark.parametrize("seed", range(2 * SCALE))
+def test_processes_killed_at_any_moment_leave_whole_pages_only(tmp_path: Path, seed: int) -> None:
+    """In the middle of an open, of an eviction, of a load, too."""
+    command = [sys.executable, disk_kills.__file__, str(tmp_path), str(seed), "25"]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=4 * PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("done "), done.stdout
 
 
 @pytest.mark.parametrize("seed", range(2 * SCALE))

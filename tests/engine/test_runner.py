@@ -356,3 +356,10 @@ def test_padding_of_decoding_requests_is_bounded() -> None:
     needed = sum(-(-c.end // 16) for c in chunks)
     assert [b.rows for b in plan.buckets] == [slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7)]
     assert padded < 2 * needed
+
+
+def test_an_arena_begins_where_a_disk_can_write_it_in_place() -> None:
+    for slabs in (1, 3):
+        storage = PagedStorage(SMALL_BLOCKS.geometry, slabs)
+        assert storage.arena.data_ptr() % 4096 == 0
+        assert len(storage.arena) == slabs * SMALL_BLOCKS.geometry.slab_bytes

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tiers.pieces import PATIENCE
 
 from kvcache.connectors.base import Connector
 from kvcache.connectors.disk import DiskConnector
@@ -49,3 +52,11 @@ def page_paths(folder: Path, group: int | None = None) -> list[Path]:
 def temporaries(folder: Path) -> list[Path]:
     """Every file on its way."""
     return sorted(folder.glob("*/tmp/*/*"))
+
+
+def wait_for(what: str, condition: Callable[[], object]) -> None:
+    """Until it is so: what another process, or a thread, does in its own time."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come"
+        time.sleep(0.001)
