@@ -127,9 +127,9 @@ def require_regions(
     for name, region, size in zip(groups, regions, page_bytes, strict=True):
         if (
             region.page_bytes != size
-            or region.step_bytes < region.page_bytes
+            or region.step_bytes < region.part_bytes
             or region.pages < 1
-            or region.address < 1
+            or min(min(copies, default=0) for copies in region.places) < 1
         ):
             raise ConfigError(
                 f"register: the region of group {name!r} has {region.pages} pages of"

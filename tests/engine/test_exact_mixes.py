@@ -25,6 +25,10 @@ HAPPENINGS = (
     "tokens from disk",
     "tokens from host",
     "tokens from the device",
+    "tokens restored to DCP 2",
+    "tokens restored to TP 2",
+    "tokens restored to TP 2 x DCP 2",
+    "tokens restored to whole",
 )
 
 
