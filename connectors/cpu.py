@@ -97,7 +97,7 @@ class CpuWorker(TierWorker):
         if self._pages:
             raise MisuseError("register was called twice: a worker serves one set of device pages")
         sizes = [slot.page_bytes for slot in self._slots]
-        pages = require_regions(self._groups, sizes, regions)
+        pages = require_regions(self._groups, sizes, regions, parts=True)
         if not self._closing.alive:
             raise MisuseError("register was called after close")
         self._pages = pages

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import time
 import weakref
@@ -26,7 +25,7 @@ from kvcache.connectors.disk_board import Change
 from kvcache.connectors.disk_folder import DiskFolder
 from kvcache.connectors.disk_news import DiskNews
 from kvcache.connectors.disk_scheduler import NO_SPACE
-from kvcache.connectors.region_copy import native_copy
+from kvcache.connectors.region_copy import PageStage
 from kvcache.connectors.settings import require_regions
 from kvcache.core.errors import MisuseError
 from kvcache.core.page_files import PageFault
@@ -103,7 +102,7 @@ class DiskWorker(TierWorker):
         """Names the device pages, which are host memory; starts the copy thread."""
         if self._pages:
             raise MisuseError("register was called twice: a worker serves one set of device pages")
-        pages = require_regions(self._groups, self._page_bytes, regions)
+        pages = require_regions(self._groups, self._page_bytes, regions, parts=True)
         if not self._closing.alive:
             raise MisuseError("register was called after close")
         self._pages = pages
@@ -178,46 +177,24 @@ class _Mover:
         self._board = folder.board
         self._news = news
         self._page_bytes = page_bytes
-        self._stage = mmap.mmap(-1, mmap.PAGESIZE)
+        self._stage = PageStage()
 
     def move(self, batch: _Batch) -> Moved:
         """One batch; first what makes room for it."""
         self.attend()
         load = batch.direction is Direction.LOAD
-        outcomes = self._staged(batch) if batch.region.parts else self._moved(batch, batch.region)
+        moved = self._folder.read if load else self._folder.write
+        addresses = self._stage.addresses(batch.region, batch.pages, filled=not load)
+        outcomes = moved(batch.group, batch.names, addresses, batch.times)
         ok = outcomes == 0
+        if load:
+            self._stage.scatter(batch.region, batch.pages, ok)
         self._board.post(Change.USED if load else Change.STORED, batch.group, batch.names[ok])
         gone = ~ok & ~np.isin(outcomes, list(_PASSING)) if load else np.zeros_like(ok)
         # What is not there may be stored anew by another process right now.
         self._drop(batch.group, batch.names[gone & (outcomes != errno.ENOENT)])
         bytes_ = int(ok.sum()) * self._page_bytes[batch.group]
         return Moved(bytes_, ok, gone, _error(outcomes, _FAULTS if load else {}))
-
-    def _moved(
-        self, batch: _Batch, region: PageRegion, pages: NDArray[np.int32] | None = None
-    ) -> NDArray[np.int32]:
-        """Between files and pages of a region; None: those of the batch."""
-        move = self._folder.read if batch.direction is Direction.LOAD else self._folder.write
-        at = (batch.pages if pages is None else pages).astype(np.uint64)
-        addresses = region.address + at * np.uint64(region.step_bytes)
-        return move(batch.group, batch.names, addresses, batch.times)
-
-    def _staged(self, batch: _Batch) -> NDArray[np.int32]:
-        """By way of host memory that holds whole pages: those of the device lie in parts."""
-        count, size = len(batch.items), batch.region.page_bytes
-        if len(self._stage) < count * size:
-            self._stage.close()
-            self._stage = mmap.mmap(-1, count * size)
-        stage = PageRegion(np.frombuffer(self._stage, np.uint8).ctypes.data, size, count)
-        places = np.arange(count, dtype=np.int32)
-        if batch.direction is Direction.STORE:
-            native_copy(batch.region, stage, batch.pages, places)
-            return self._moved(batch, stage, places)
-        outcomes = self._moved(batch, stage, places)
-        good = outcomes == 0
-        if good.any():
-            native_copy(stage, batch.region, places[good], batch.pages[good])
-        return outcomes
 
     def attend(self) -> None:
         """Remove what is to be removed, hear what others did."""

@@ -117,14 +117,27 @@ def _require_slots(geometry: Geometry, slots: Sequence[object], setting: str) ->
 
 
 def require_regions(
-    groups: Sequence[str], page_bytes: Sequence[int], regions: Sequence[PageRegion]
+    groups: Sequence[str],
+    page_bytes: Sequence[int],
+    regions: Sequence[PageRegion],
+    *,
+    parts: bool = False,
 ) -> tuple[PageRegion, ...]:
-    """The regions, where there is one for each group with pages of its size; else `ConfigError`."""
+    """The regions, where there is one for each group with pages of its size; else `ConfigError`.
+
+    Args:
+        parts: the worker moves pages that lie in the memories of several ranks, too.
+    """
     if len(regions) != len(groups):
         raise ConfigError(
             f"register got {len(regions)} regions: this connector has {len(groups)} groups"
         )
     for name, region, size in zip(groups, regions, page_bytes, strict=True):
+        if region.parts and not parts:
+            raise ConfigError(
+                f"register: pages of group {name!r} lie in {len(region.parts)} parts, and this"
+                " connector moves whole ones only"
+            )
         if (
             region.page_bytes != size
             or region.step_bytes < region.part_bytes

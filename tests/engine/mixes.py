@@ -202,11 +202,11 @@ class Course:
 
 
 def draw(world: World, seed: int) -> Course:
-    """The course of a seed. Of eight seeds one is for each way to deal out, the others for none."""
+    """The course of a seed. Of twelve seeds three are for ranks, and these have a tier."""
     rng = random.Random(seed)
-    sharding = {2: "TP 2", 4: "DCP 2", 6: "TP 2 x DCP 2"}.get(seed % 8, "whole")
+    sharding = {3: "TP 2", 7: "DCP 2", 11: "TP 2 x DCP 2"}.get(seed % 12, "whole")
     grid = world.on(sharding).model.geometry.grid_tokens
-    tier = rng.choice(["", *TIERS, *TIERS])
+    tier = rng.choice(["", *TIERS, *TIERS] if sharding == "whole" else [*TIERS])
     max_requests = rng.choice([1, 2, 4])
     return Course(
         token_budget=max(max_requests, rng.choice([5, 9, 17, 33, 200])),
@@ -259,6 +259,7 @@ class Play(Engine):
         super().__init__(runner, manager, offload, settings=settings)
         self.world, self.course, self.met = world, course, met
         self.sessions: dict[int, int] = {}
+        met.add(f"engines of {course.sharding}", 1)
 
     def _compute(self) -> Any:
         batch, sampled = super()._compute()
@@ -306,7 +307,8 @@ class Play(Engine):
         self.met.add("tokens from the device", counters.device_tokens)
         if self.course.tier:
             self.met.add(f"tokens from {self.course.tier}", counters.restored_tokens)
-            self.met.add(f"tokens restored to {self.world.sharding}", counters.restored_tokens)
+            if self.course.sharding != "whole":
+                self.met.add("tokens restored to ranks", counters.restored_tokens)
         self.met.add("moved pages", stats.moved_pages)
 
 

@@ -16,6 +16,10 @@ RUNS = 25
 SCALE = int(os.environ.get("KVCACHE_TEST_SCALE", "1"))
 HAPPENINGS = (
     "cut prompts",
+    "engines of DCP 2",
+    "engines of TP 2",
+    "engines of TP 2 x DCP 2",
+    "engines of whole",
     "logits",
     "moved pages",
     "preemptions",
@@ -25,10 +29,7 @@ HAPPENINGS = (
     "tokens from disk",
     "tokens from host",
     "tokens from the device",
-    "tokens restored to DCP 2",
-    "tokens restored to TP 2",
-    "tokens restored to TP 2 x DCP 2",
-    "tokens restored to whole",
+    "tokens restored to ranks",
 )
 
 

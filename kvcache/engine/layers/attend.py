@@ -31,6 +31,10 @@ Gather = Callable[[Tensor, int], KV]
 """Page numbers of so many requests to their K and V."""
 
 
+_LEAST = -1e30
+"""Below the log of any weight but that of nothing, which is -inf."""
+
+
 class Sight(NamedTuple):
     """How a layer looks at its context."""
 
@@ -156,9 +160,8 @@ def weigh(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
     Rows that see nothing give 0, and weigh nothing.
     """
-    logs = torch.logsumexp(scores, -1)
-    least = torch.where(logs.isneginf(), 0.0, logs)
-    return torch.exp(scores - least.unsqueeze(-1)) @ values, logs
+    logs = torch.logsumexp(scores, -1, keepdim=True)
+    return torch.exp(scores - logs.clamp(min=_LEAST)) @ values, logs.squeeze(-1)
 
 
 def _attend_in_turn(
@@ -192,11 +195,10 @@ def _block_in_turn(
     keys, values = (part[0, :, : turn.count(first + count)].contiguous() for part in kv)
     q = queries.view(count, sight.kv_heads, -1, queries.shape[-1]).transpose(0, 1)
     scores = torch.bmm(q.flatten(1, 2), keys.transpose(1, 2)) * sight.scale
-    places = torch.arange(keys.shape[1]) * turn.ranks + turn.rank
-    hidden = places > torch.arange(first, first + count)[:, None]
-    hidden = hidden.repeat_interleave(heads // sight.kv_heads, 0)
-    found, logs = weigh(scores.masked_fill(hidden, -torch.inf), values)
-    found, logs = (
-        part.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2) for part in (found, logs)
-    )
-    return found, logs
+    if count > 1:
+        places = torch.arange(keys.shape[1]) * turn.ranks + turn.rank
+        hidden = places > torch.arange(first, first + count)[:, None]
+        scores.masked_fill_(hidden.repeat_interleave(heads // sight.kv_heads, 0), -torch.inf)
+    found, logs = weigh(scores, values)
+    by_token = [part.unflatten(1, (count, -1)).transpose(0, 1) for part in (found, logs)]
+    return by_token[0].flatten(1, 2), by_token[1].flatten(1, 2)
