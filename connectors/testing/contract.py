@@ -39,10 +39,9 @@ from kvcache.connectors.testing.harness import (
     rig,
 )
 from kvcache.connectors.testing.randomized import ten_thousand_random_operations
+from kvcache.connectors.testing.ranks import RANK_RULES
 from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.hashing import NATIVE_NAMESPACE
-from kvcache.core.layout import Geometry
-from kvcache.core.specs import FullAttention
 
 # ---- what is stored comes back -------------------------------------------------------------------
 
@@ -59,21 +58,6 @@ def bytes_come_back_in_every_group(factory: Factory) -> None:
         expect(stats.stored_pages == stats.loaded_pages == 9, "pages were not counted")
         expect(stats.stored_bytes == 5 * sizes[0] + 4 * sizes[1], "stored bytes were not counted")
         expect(stats.pinned_pages == 0, "pins are left after a finished load")
-
-
-def pages_of_several_ranks_come_back(factory: Factory) -> None:
-    """Device pages in parts: each part is stored once, and loaded into all ranks that have it."""
-    group = FullAttention(
-        name="attention", layers=1, kv_heads=1, head_dim=6, block_tokens=8, element_bytes=1
-    )
-    setup = Setup(geometry=Geometry((group,)), pages=(8,), ranks=(2, 1, 3))
-    with rig(factory, setup) as r:
-        keys = chain("a", 5)
-        expect(r.store(keys) == keys, "an empty tier did not take all pages")
-        expect(all(r.lookup(1, keys)), "stored keys are not visible")
-        expect(all(r.load(1, keys)), "a plain load failed")
-        stored = r.scheduler.stats().stored_bytes
-        expect(stored == 5 * group.page_bytes, "a part that several ranks have counts once")
 
 
 def the_fill_is_what_was_stored(factory: Factory) -> None:
@@ -383,7 +367,6 @@ POOL_RULES: tuple[Callable[[Factory], None], ...] = (
 
 CONTRACT: tuple[Callable[[Factory], None], ...] = (
     bytes_come_back_in_every_group,
-    pages_of_several_ranks_come_back,
     a_store_is_visible_only_after_complete,
     a_key_is_stored_once,
     namespaces_never_mix,
@@ -401,6 +384,7 @@ CONTRACT: tuple[Callable[[Factory], None], ...] = (
     unknown_results_are_counted_and_ignored,
     a_malformed_result_is_a_failure,
     device_pages_are_named_once_and_first,
+    *RANK_RULES,
     *DEADLINE_RULES,
     *EVENT_RULES,
     *POOL_RULES,

@@ -172,8 +172,8 @@ def _attend_in_turn(
     logs = queries.new_empty(queries.shape[:2])
     for bucket in plan.buckets:
         keys, seen = gather(bucket.pages, len(bucket.bias))
-        rows = queries[bucket.rows]
-        q = rows.view(len(rows), sight.kv_heads, -1, rows.shape[-1])
+        asked = queries[bucket.rows]
+        q = asked.view(len(asked), sight.kv_heads, -1, asked.shape[-1])
         scores = q @ keys.transpose(2, 3) * sight.scale + bucket.bias
         found, weight = weigh(scores, seen)
         values[bucket.rows], logs[bucket.rows] = found.flatten(1, 2), weight.flatten(1, 2)
@@ -200,5 +200,5 @@ def _block_in_turn(
         hidden = places > torch.arange(first, first + count)[:, None]
         scores.masked_fill_(hidden.repeat_interleave(heads // sight.kv_heads, 0), -torch.inf)
     found, logs = weigh(scores, values)
-    by_token = [part.unflatten(1, (count, -1)).transpose(0, 1) for part in (found, logs)]
+    by_token = [torch.unflatten(part, 1, (count, -1)).transpose(0, 1) for part in (found, logs)]
     return by_token[0].flatten(1, 2), by_token[1].flatten(1, 2)

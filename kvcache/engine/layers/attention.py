@@ -81,7 +81,7 @@ class Attention:
         kv_heads = heads_of_rank(self.kv_heads, rank, tp, "KV heads")
         queries = even_heads(self.heads, rank, tp)
         wanted = zip(
-            self.qkv.split([n * self.head_dim for n in self._split]),
+            torch.split(self.qkv, [n * self.head_dim for n in self._split]),
             (queries, kv_heads, kv_heads),
             self._split,
             strict=True,
