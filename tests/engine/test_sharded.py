@@ -29,6 +29,9 @@ from kvcache.engine.layer_settings import (
 from kvcache.engine.model import Model
 from kvcache.engine.runner import TorchRunner
 from kvcache.engine.shards import AllRanks, Shards
+from kvcache.engine.smollm2 import load_model
+from kvcache.presets import layers as layers_of
+from kvcache.presets.serving import Serving
 
 torch.set_num_threads(1)
 
@@ -117,6 +120,18 @@ def test_fast_decoding_side_by_side_computes_what_it_does_alone(shards: Shards) 
     paged.assert_close(runner.last_logits, torch.stack(expected))
 
 
+def test_ranks_of_a_real_model_compute_it(smollm2_path: Path) -> None:
+    """Nine heads over three KV heads, to three ranks, which take turns in pairs."""
+    whole = load_model(smollm2_path)
+    model = Model(whole.weights, shards=Shards(tp=3, dcp=2))
+    tokens = text(whole, 24)
+    expected = paged.run(paged.new_sequence(whole, 24), tokens, [20])
+    for one, other in zip(
+        expected, paged.run(paged.new_sequence(model, 24, seed=2), tokens, [20]), strict=True
+    ):
+        paged.assert_close(one, other)
+
+
 # ---- what each rank keeps --------------------------------------------------------------------------
 
 
@@ -172,6 +187,29 @@ def test_only_what_keeps_every_token_is_taken_in_turns() -> None:
         assert one.page_bytes == other.page_bytes
         expected = large if one.rules.kind == "full" else other
         assert one.rules == expected.rules
+
+
+@pytest.mark.parametrize("shards", [Shards(tp=2), Shards(dcp=2), Shards(tp=4, dcp=3)], ids=str)
+def test_a_rank_keeps_what_presets_say_of_such_layers(shards: Shards) -> None:
+    model = Mix(
+        (
+            FullLayer(heads=8, kv_heads=2, head_dim=16),
+            LatentLayer(heads=4, rank=24, rope_dim=8),
+            FullLayer(heads=4, kv_heads=4, head_dim=8, window=20),
+        ),
+        block_tokens=8,
+        kv_dtype="bf16",
+    ).model(1, shards=shards)
+    serving = Serving(block_tokens=8, tp=shards.tp, dcp=shards.dcp, kv_dtype="bf16")
+    layers = (
+        layers_of.Full(layers=1, kv_heads=2, head_dim=16),
+        layers_of.Latent(layers=1, rank=24, rope_dim=8),
+        layers_of.Window(layers=1, kv_heads=4, head_dim=8, window=20),
+    )
+    specs = [spec for each in layers for spec in each.groups(serving)]
+    assert [(g.page_bytes, g.rules) for g in model.geometry.groups] == [
+        (spec.page_bytes, spec.rules) for spec in specs
+    ]
 
 
 def test_a_tier_keeps_once_what_ranks_have_alike() -> None:
