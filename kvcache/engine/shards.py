@@ -179,12 +179,11 @@ def tier_regions(
         tier: `tier_geometry`.
         heads: as there.
     """
+    if shards == UNSHARDED:
+        return list(regions[0])
     joint = []
     for group, spec in enumerate(tier.groups):
         of_ranks = [rank[group] for rank in regions]
-        if shards == UNSHARDED:
-            joint.append(of_ranks[0])
-            continue
         assert isinstance(spec, AllRanks)
         of_turns = turns(spec.spec, shards)
         parts: list[list[int]] = [[] for _ in range(spec.parts)]
