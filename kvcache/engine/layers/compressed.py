@@ -240,18 +240,24 @@ class CompressedAttention:
             count = span.rows.stop - span.rows.start
             start, end = span.first + span.context - count, span.first + span.context
             numbers = range(start // ratio, end // ratio)
-            if not numbers:
+            mine = slice((turn.rank - numbers.start) % turn.ranks, None, turn.ranks)
+            if not numbers[mine]:
                 continue
             earlier = _read(cache.pool, span.pages, start - span.first)
             rows = torch.cat((earlier, new[span.rows]))
             entries = compressor.entries(
-                rows, span.first, numbers, self.rotation, self.epsilon, ops
+                rows,
+                span.first,
+                numbers,
+                mine,
+                rotation=self.rotation,
+                epsilon=self.epsilon,
+                ops=ops,
             )
-            mine = torch.arange(numbers.start, numbers.stop) % turn.ranks == turn.rank
             places = torch.arange(numbers.start, numbers.stop)[mine] // turn.ranks
             of_block = cache.entries.pages.shape[1]
             index = target.pages[places // of_block], places % of_block
-            cache.entries.write(index, entries[mine])
+            cache.entries.write(index, entries)
         kept = torch.nonzero(plan.pages >= 0)[:, 0]
         cache.pool.write((plan.pages[kept], plan.offsets[kept]), new[kept])
 
