@@ -20,13 +20,13 @@ from kvcache.connectors.base import (
 from kvcache.connectors.copy_thread import CopyThread, Moved
 from kvcache.connectors.host_pool import HostPool
 from kvcache.connectors.pool_scheduler import PoolScheduler
+from kvcache.connectors.region_copy import native_copy
 from kvcache.connectors.settings import (
     require_regions,
     require_seconds,
     require_whole,
     slots_of_groups,
 )
-from kvcache.core.copy import CopySegment, copy_pages
 from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.layout import Geometry
@@ -50,27 +50,6 @@ class Batch(NamedTuple):
     target_pages: NDArray[np.int32]
     items: NDArray[np.intp]
     """Indices into the transfer."""
-
-
-def native_copy(
-    source: PageRegion,
-    target: PageRegion,
-    source_pages: NDArray[np.int32],
-    target_pages: NDArray[np.int32],
-    *,
-    threads: int = 1,
-) -> None:
-    """The native gather/scatter copy, whole pages, by at most so many threads."""
-    segment = CopySegment(
-        source.address,
-        source.step_bytes,
-        source.pages,
-        target.address,
-        target.step_bytes,
-        target.pages,
-        source.page_bytes,
-    )
-    copy_pages([segment], source_pages, target_pages, threads=threads)
 
 
 class CpuWorker(TierWorker):
@@ -118,7 +97,7 @@ class CpuWorker(TierWorker):
         if self._pages:
             raise MisuseError("register was called twice: a worker serves one set of device pages")
         sizes = [slot.page_bytes for slot in self._slots]
-        pages = require_regions(self._groups, sizes, regions)
+        pages = require_regions(self._groups, sizes, regions, parts=True)
         if not self._closing.alive:
             raise MisuseError("register was called after close")
         self._pages = pages

@@ -27,6 +27,7 @@ from kvcache.connectors.disk_board import Change
 from kvcache.connectors.disk_folder import DiskFolder
 from kvcache.connectors.disk_news import DiskNews
 from kvcache.connectors.disk_scheduler import NO_SPACE
+from kvcache.connectors.region_copy import PageStage
 from kvcache.connectors.settings import require_regions
 from kvcache.core.errors import MisuseError
 from kvcache.core.page_files import PageFault
@@ -67,8 +68,9 @@ MAX_STUCK = 256
 class _Batch(NamedTuple):
     direction: Direction
     group: int
+    region: PageRegion
     names: NDArray[np.uint8]
-    addresses: NDArray[np.uint64]
+    pages: NDArray[np.int32]
     times: NDArray[np.int64]
     items: NDArray[np.intp]
 
@@ -121,7 +123,7 @@ class DiskWorker(TierWorker):
         """Names the device pages, which are host memory; starts the copy thread."""
         if self._pages:
             raise MisuseError("register was called twice: a worker serves one set of device pages")
-        pages = require_regions(self._groups, self._page_bytes, regions)
+        pages = require_regions(self._groups, self._page_bytes, regions, parts=True)
         if not self._closing.alive:
             raise MisuseError("register was called after close")
         self._pages = pages
@@ -156,15 +158,13 @@ class DiskWorker(TierWorker):
             for first in range(0, len(rows), step):
                 items = rows[first : first + step]
                 assert transfer.names is not None
-                addresses = region.address + transfer.pages[items].astype(np.uint64) * np.uint64(
-                    region.step_bytes
-                )
                 batches.append(
                     _Batch(
                         transfer.direction,
                         group,
+                        region,
                         transfer.names[items],
-                        addresses,
+                        transfer.pages[items],
                         times[items],
                         items,
                     )
@@ -204,14 +204,18 @@ class _Mover:
         self._checked = time.monotonic()
         self._missed, self._listed = False, -math.inf
         self._stuck: list[tuple[int, NDArray[np.uint8]]] = []
+        self._stage = PageStage()
 
     def move(self, batch: _Batch) -> Moved:
         """One batch; first what makes room for it."""
         self.attend()
         load = batch.direction is Direction.LOAD
         moved = self._folder.read if load else self._folder.write
-        outcomes = moved(batch.group, batch.names, batch.addresses, batch.times)
+        addresses = self._stage.addresses(batch.region, batch.pages, filled=not load)
+        outcomes = moved(batch.group, batch.names, addresses, batch.times)
         ok = outcomes == 0
+        if load:
+            self._stage.scatter(batch.region, batch.pages, ok)
         change = Change.USED if load else Change.STORED
         self._folder.board.post(change, batch.group, batch.names[ok])
         if self._stuck and not load:
@@ -277,6 +281,7 @@ class _Mover:
         for group, names in self._news.discarded():
             self._drop(group, names)
         self._folder.close()
+        self._stage.close()
 
 
 def _error(outcomes: NDArray[np.int32], faults: dict[int, tuple[str, str]]) -> str:

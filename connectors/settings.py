@@ -117,19 +117,32 @@ def _require_slots(geometry: Geometry, slots: Sequence[object], setting: str) ->
 
 
 def require_regions(
-    groups: Sequence[str], page_bytes: Sequence[int], regions: Sequence[PageRegion]
+    groups: Sequence[str],
+    page_bytes: Sequence[int],
+    regions: Sequence[PageRegion],
+    *,
+    parts: bool = False,
 ) -> tuple[PageRegion, ...]:
-    """The regions, where there is one for each group with pages of its size; else `ConfigError`."""
+    """The regions, where there is one for each group with pages of its size; else `ConfigError`.
+
+    Args:
+        parts: the worker moves pages that lie in the memories of several ranks, too.
+    """
     if len(regions) != len(groups):
         raise ConfigError(
             f"register got {len(regions)} regions: this connector has {len(groups)} groups"
         )
     for name, region, size in zip(groups, regions, page_bytes, strict=True):
+        if region.parts and not parts:
+            raise ConfigError(
+                f"register: pages of group {name!r} lie in {len(region.parts)} parts, and this"
+                " connector moves whole ones only"
+            )
         if (
             region.page_bytes != size
-            or region.step_bytes < region.page_bytes
+            or region.step_bytes < region.part_bytes
             or region.pages < 1
-            or region.address < 1
+            or min(min(copies, default=0) for copies in region.places) < 1
         ):
             raise ConfigError(
                 f"register: the region of group {name!r} has {region.pages} pages of"

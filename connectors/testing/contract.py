@@ -39,6 +39,7 @@ from kvcache.connectors.testing.harness import (
     rig,
 )
 from kvcache.connectors.testing.randomized import ten_thousand_random_operations
+from kvcache.connectors.testing.ranks import RANK_RULES
 from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.hashing import NATIVE_NAMESPACE
 
@@ -383,6 +384,7 @@ CONTRACT: tuple[Callable[[Factory], None], ...] = (
     unknown_results_are_counted_and_ignored,
     a_malformed_result_is_a_failure,
     device_pages_are_named_once_and_first,
+    *RANK_RULES,
     *DEADLINE_RULES,
     *EVENT_RULES,
     *POOL_RULES,

@@ -168,8 +168,9 @@ class FaultyWorker(TierWorker):
         if transfer.direction is Direction.LOAD:
             for i in bad:
                 region = self._regions[transfer.groups[i]]
-                page = region.address + int(transfer.pages[i]) * region.step_bytes
-                ctypes.memset(page, SCRIBBLE, region.page_bytes)
+                offset = int(transfer.pages[i]) * region.step_bytes
+                for address in (a for copies in region.places for a in copies):
+                    ctypes.memset(address + offset, SCRIBBLE, region.part_bytes)
         return replace(result, ok=ok, error=f"Injected: {len(bad)} items failed")
 
 

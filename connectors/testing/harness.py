@@ -61,6 +61,8 @@ class Setup:
     deadline_seconds: float = PATIENCE_SECONDS
     events: bool = False
     """The tier is to report events, if it can."""
+    ranks: tuple[int, ...] = ()
+    """Device pages lie in as many parts, and each part in the memories of so many ranks."""
     before_copy: Callable[[], None] = lambda: None
     """The worker calls it before it moves bytes, where it would block: it may wait or raise."""
 
@@ -102,22 +104,42 @@ def keyed_pages(keys: Sequence[Key], pages: Sequence[int]) -> KeyedPages:
 
 
 class Device:
-    """Device pages in host memory, a free list for each group."""
+    """Device pages in host memory, a free list for each group.
 
-    def __init__(self, geometry: Geometry, pages: int) -> None:
-        self.memory = [np.zeros((pages, g.page_bytes), np.uint8) for g in geometry.groups]
+    Args:
+        ranks: as `Setup.ranks`.
+    """
+
+    def __init__(self, geometry: Geometry, pages: int, ranks: Sequence[int] = ()) -> None:
+        copies = ranks or (1,)
+        self.memory = [
+            [
+                [np.zeros((pages, g.page_bytes // len(copies)), np.uint8) for _ in range(count)]
+                for count in copies
+            ]
+            for g in geometry.groups
+        ]
+        """Of each group, by part, of each rank that has it `[pages, bytes]`."""
         self.free = [list(range(pages)) for _ in geometry.groups]
+        self._parted = bool(ranks)
 
     def regions(self) -> list[PageRegion]:
         """What a worker registers."""
-        return [PageRegion(m.ctypes.data, m.shape[1], m.shape[0]) for m in self.memory]
+        return [self._region(parts) for parts in self.memory]
+
+    def _region(self, parts: list[list[NDArray[np.uint8]]]) -> PageRegion:
+        pages, part_bytes = parts[0][0].shape
+        places = tuple(tuple(m.ctypes.data for m in copies) for copies in parts)
+        if self._parted:
+            return PageRegion(0, part_bytes * len(parts), pages, part_bytes, places)
+        return PageRegion(places[0][0], part_bytes, pages)
 
     def take(self, key: Key, *, filled: bool) -> int:
         """A free page of the key's group, with the key's content or with nothing known."""
         expect(self.free[key.group], "the rule uses more device pages than it asked for")
         page = self.free[key.group].pop(0)
-        memory = self.memory[key.group]
-        memory[page] = content(key, memory.shape[1]) if filled else 0x55
+        for memory, expected in self._copies(key):
+            memory[page] = expected if filled else 0x55
         return page
 
     def give(self, key: Key, page: int) -> None:
@@ -125,9 +147,17 @@ class Device:
         self.free[key.group].append(page)
 
     def holds(self, key: Key, page: int) -> bool:
-        """Does the page have the key's bytes?"""
-        memory = self.memory[key.group]
-        return bool(np.array_equal(memory[page], content(key, memory.shape[1])))
+        """Does the page have the key's bytes, on every rank?"""
+        return all(np.array_equal(memory[page], expected) for memory, expected in self._copies(key))
+
+    def _copies(self, key: Key) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """Each rank's memory, and what a page with the key has there."""
+        parts = self.memory[key.group]
+        size = parts[0][0].shape[1]
+        whole = content(key, size * len(parts))
+        for i, copies in enumerate(parts):
+            for memory in copies:
+                yield memory, whole[i * size : (i + 1) * size]
 
 
 class Gate:
@@ -181,7 +211,7 @@ class Rig:
         self.setup = setup or Setup()
         self.connector = factory(self.setup)
         self.scheduler, self.worker = self.connector.scheduler, self.connector.worker
-        self.device = Device(self.setup.geometry, pages)
+        self.device = Device(self.setup.geometry, pages, self.setup.ranks)
         self.worker.register(self.device.regions())
 
     # ---- scheduler side ----

@@ -11,6 +11,10 @@ first of these.
 
 Of a transient group (pooling states) a step stores only the rows whose block has a page; it reads
 none of the rows that it writes.
+
+Where ranks take turns with the tokens, each has a plan of its own: what of the step's rows it
+stores, and which of its own tokens, in their order, a query sees. Token p is the `p // ranks`-th of
+rank `p % ranks`.
 """
 
 from __future__ import annotations
@@ -47,6 +51,23 @@ class Reading(NamedTuple):
     """Query heads that share one row of K."""
     by_request: bool = False
     """One request after the other, also while decoding, and masked by the layer itself."""
+    ranks: int = 1
+    """Context-parallel ranks that take turns with the tokens of the group."""
+
+
+class Turn(NamedTuple):
+    """The tokens of one context-parallel rank."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def count(self, tokens: int) -> int:
+        """How many of the first so many tokens are this rank's."""
+        return (tokens - self.rank + self.ranks - 1) // self.ranks
+
+
+WHOLE = Turn()
+"""One rank has all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +78,7 @@ class Bucket:
     pages: Tensor
     """`[requests * blocks]`; a shorter request repeats its first page."""
     bias: Tensor
-    """`[requests, 1, 1, blocks * block_tokens]`: 0 inside what the token sees, -inf elsewhere."""
+    """`[requests, 1, 1, tokens of the pages]`: 0 inside what the token sees, -inf elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +99,23 @@ class AttentionPlan:
     """One attention group in one step."""
 
     pages: Tensor
-    """`[rows]`: the page of each token's K and V (-1: of a transient group, stored nowhere) ..."""
+    """`[rows]`: the page of each stored token's K and V (-1: of a transient group, stored nowhere) ..."""
     offsets: Tensor
     """... and its place there."""
     buckets: list[Bucket]
     spans: list[Span]
     bias: Tensor | None
     """Bias of one query block with the longest context of the spans: causal, inside the window.
-    None where there are no spans, or the group is read by request."""
+    None where there are no spans, the group is read by request, or ranks take turns."""
     gathered_pages: int
     """Most pages that a bucket or span gathers."""
+    turn: Turn = WHOLE
+    stored: Tensor | None = None
+    """Which rows of the step `pages` and `offsets` are of: those of this rank. None: all."""
+
+    def of_rank(self, rows: Tensor) -> Tensor:
+        """Of a step's rows those that this rank stores."""
+        return rows if self.stored is None else rows[self.stored]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +141,10 @@ class StatesPlan:
     spans: list[StateSpan]
 
 
+Plans = Sequence[AttentionPlan | StatesPlan]
+"""One group in one step: a plan for all ranks, or one for each that takes turns with the tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step's work for a model."""
@@ -121,7 +153,7 @@ class Batch:
     positions: Tensor
     last: Tensor
     """`[chunks]`: row of each chunk's last token, in the order of the chunks."""
-    groups: list[AttentionPlan | StatesPlan]
+    groups: list[Plans]
 
 
 def make_batch(
@@ -149,15 +181,19 @@ def make_batch(
         positions=torch.from_numpy(positions),
         last=torch.from_numpy(last),
         groups=[
-            _plan_states(g, ordered, rows, 0 if by_request else _decoding(ordered))
+            [_plan_states(g, ordered, rows, 0 if by_request else _decoding(ordered))]
             if rules.kind == "state"
-            else _plan_attention(
-                g,
-                rules,
-                ordered,
-                rows,
-                reading._replace(by_request=by_request or reading.by_request),
-            )
+            else [
+                _plan_attention(
+                    g,
+                    rules,
+                    ordered,
+                    rows,
+                    reading._replace(by_request=by_request or reading.by_request),
+                    Turn(rank, reading.ranks),
+                )
+                for rank in range(reading.ranks)
+            ]
             for g, (rules, reading) in enumerate(zip(geometry.rules, readings, strict=True))
         ],
     )
@@ -182,6 +218,7 @@ def _plan_attention(
     chunks: Sequence[Chunk],
     rows: Sequence[slice],
     reading: Reading,
+    turn: Turn,
 ) -> AttentionPlan:
     block = rules.block_tokens
     firsts = [first_block(rules, c.start) for c in chunks]
@@ -191,24 +228,31 @@ def _plan_attention(
         np.arange(context - len(c.tokens), context)
         for c, context in zip(chunks, contexts, strict=True)
     ]
-    pages = [t[p // block] for t, p in zip(tables, positions, strict=True)]
+    pages = np.concatenate([t[p // block] for t, p in zip(tables, positions, strict=True)])
+    places = np.concatenate(positions) % block
+    stored = None
+    if turn.ranks > 1:
+        (own,) = np.nonzero(places % turn.ranks == turn.rank)
+        pages, places, stored = pages[own], places[own] // turn.ranks, torch.from_numpy(own)
     decoding = 0 if reading.by_request else _decoding(chunks)
     window = rules.lead_tokens + 1 if rules.kind == "span" else None
     spans = [
         Span(rows[i], torch.from_numpy(tables[i]), contexts[i], firsts[i] * block)
         for i in range(decoding, len(chunks))
     ]
-    buckets = _buckets(tables[:decoding], contexts[:decoding], block, window)
+    buckets = _buckets(tables[:decoding], contexts[:decoding], block, window, turn)
     gathered = [bucket.pages for bucket in buckets] + [span.pages for span in spans]
     return AttentionPlan(
-        pages=torch.from_numpy(np.concatenate(pages)),
-        offsets=torch.from_numpy(np.concatenate(positions) % block),
+        pages=torch.from_numpy(pages),
+        offsets=torch.from_numpy(places),
         buckets=buckets,
         spans=spans,
         bias=None
-        if reading.by_request
+        if reading.by_request or turn.ranks > 1
         else _span_bias(chunks[decoding:], contexts[decoding:], reading.heads_per_row, window),
         gathered_pages=max(len(pages) for pages in gathered),
+        turn=turn,
+        stored=stored,
     )
 
 
@@ -233,7 +277,11 @@ def _span_bias(
 
 
 def _buckets(
-    tables: Sequence[NDArray[np.int64]], contexts: Sequence[int], block: int, window: int | None
+    tables: Sequence[NDArray[np.int64]],
+    contexts: Sequence[int],
+    block: int,
+    window: int | None,
+    turn: Turn,
 ) -> list[Bucket]:
     """Slices of the decoding requests, which come with the longest context first."""
     buckets, first = [], 0
@@ -245,7 +293,10 @@ def _buckets(
         for row, table in zip(pages, tables[first:i], strict=True):
             row[: len(table)] = table
             row[len(table) :] = table[0]
-        ends, positions = np.array(contexts[first:i])[:, None], np.arange(blocks * block)
+        ends, positions = (
+            np.array(contexts[first:i])[:, None],
+            np.arange(turn.rank, blocks * block, turn.ranks),
+        )
         hidden = positions >= ends
         if window is not None:
             hidden |= positions < ends - window

@@ -1,10 +1,18 @@
-"""A stack of layers over paged storage: each mixes tokens in its own way, then a gated MLP."""
+"""A stack of layers over paged storage: each mixes tokens in its own way, then a gated MLP.
+
+Dealt out to tensor-parallel ranks, layers and MLPs are smaller ones whose results are added up, in the
+order of the ranks; what is not dealt out (norms, embedding, head, residuals), all ranks would compute
+alike, and it is computed once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 
+import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
@@ -15,6 +23,7 @@ from kvcache.engine import ops
 from kvcache.engine.batch import Batch
 from kvcache.engine.kv_format import Rows, find_kv_format
 from kvcache.engine.layers.base import GroupUse, LayerStep, Mixer
+from kvcache.engine.shards import UNSHARDED, Shards, tier_geometry
 from kvcache.engine.storage import PagedStorage
 
 _PLACES = {"full": 0, "span": 1, "state": 2}
@@ -31,6 +40,18 @@ class Layer:
     """`[2 * hidden, width]`."""
     down: Tensor
     """`[width, hidden]`."""
+
+    def shard(self, rank: int, tp: int) -> Layer:
+        """The part of a tensor-parallel rank."""
+        if tp == 1:
+            return self
+        gate, up = (half.tensor_split(tp)[rank] for half in self.gate_up.chunk(2))
+        return replace(
+            self,
+            mixer=self.mixer.shard(rank, tp),
+            gate_up=torch.cat((gate, up)),
+            down=self.down.tensor_split(tp, dim=1)[rank].contiguous(),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +83,11 @@ class Model:
             float32; recurrent and pooling states are too.
         exact: compute so that no result depends on how a prompt was cut, or on what else is in the
             batch. Slow: for tests.
+        shards: ranks that the layers, and what they keep, are dealt out to.
 
     Attributes:
-        geometry: the groups.
+        geometry: the groups, as each rank has them.
+        tier_geometry: the same with pages of all ranks: for connectors. Unsharded: `geometry`.
         readings: how layers read each of them.
         vocab_size: token ids are below this.
         context_tokens: longest context.
@@ -81,6 +104,7 @@ class Model:
         group_blocks: Mapping[str, int] | None = None,
         kv_dtype: str = "fp32",
         exact: bool = False,
+        shards: Shards = UNSHARDED,
     ) -> None:
         self.weights = weights
         self.name = weights.name
@@ -88,10 +112,15 @@ class Model:
         self.vocab_size = len(weights.embed)
         self.context_tokens = weights.context_tokens
         self.ops = ops.EXACT if exact else ops.FAST
-        self._mixers = [layer.mixer for layer in weights.layers]
+        self.shards = shards
+        self._parts = [
+            [layer.shard(t, shards.tp) for t in range(shards.tp)] for layer in weights.layers
+        ]
+        """Of each layer what each tensor-parallel rank has."""
         kv, blocks = find_kv_format(kv_dtype), dict(group_blocks or {})
         of_layer = [
-            mixer.groups(lambda name: blocks.get(name, block_tokens), kv) for mixer in self._mixers
+            layer.mixer.groups(lambda name: blocks.get(name, block_tokens), kv, shards)
+            for layer in weights.layers
         ]
         counts: dict[GroupUse, int] = {}
         for use in (use for uses in of_layer for use in uses):
@@ -116,35 +145,53 @@ class Model:
             ),
             state_grid_tokens=block_tokens,
         )
+        self.parts = [use.parts for use in self._uses]
+        """Of each group: different contents that tensor-parallel ranks have in a page."""
+        self.tier_geometry = tier_geometry(self.geometry, shards, self.parts)
 
     def fingerprint(self) -> Fingerprint:
         """What the manager hashes into every key: these weights, and K and V as they are stored."""
         return Fingerprint(model=self.name, kv_dtype=self.kv_dtype)
 
-    def caches(self, storage: PagedStorage) -> list[object]:
-        """What each layer's forward takes: its part of its groups' pages."""
+    def caches(self, storage: PagedStorage, rank: int = 0) -> list[object]:
+        """What each layer's forward takes of a rank: its part of its groups' pages."""
+        heads, _ = self.shards.places(rank)
         parts = [
             iter([Rows(pages, use.format) for pages in storage.layers(g, use.format.carrier)])
             for g, use in enumerate(self._uses)
         ]
         return [
-            mixer.cache([next(parts[g]) for g in groups])
-            for mixer, groups in zip(self._mixers, self.groups, strict=True)
+            of_ranks[heads].mixer.cache([next(parts[g]) for g in groups])
+            for of_ranks, groups in zip(self._parts, self.groups, strict=True)
         ]
 
-    def forward(self, batch: Batch, caches: Sequence[object]) -> Tensor:
-        """Logits `[chunks, vocabulary]` of each chunk's last token. Writes pages."""
-        w, linear = self.weights, self.ops.linear
+    def forward(self, batch: Batch, caches: Sequence[Sequence[object]]) -> Tensor:
+        """Logits `[chunks, vocabulary]` of each chunk's last token. Writes pages.
+
+        Args:
+            caches: of each rank, by layer.
+        """
+        w, linear, dcp = self.weights, self.ops.linear, self.shards.dcp
         x = embedding(batch.tokens, w.embed)
         turns: dict[int, Tensor] = {}
-        for layer, groups, cache in zip(w.layers, self.groups, caches, strict=True):
+        for i, (parts, groups) in enumerate(zip(self._parts, self.groups, strict=True)):
+            layer = w.layers[i]
             step = LayerStep(
                 self._turns(layer.mixer, batch.positions, turns), [batch.groups[g] for g in groups]
             )
             normed = ops.rms_norm(x, layer.mixer_norm, w.epsilon)
-            x += layer.mixer.forward(normed, step, cache, self.ops)
+            mixed = [
+                part.mixer.forward(
+                    normed, step, [caches[t * dcp + c][i] for c in range(dcp)], self.ops
+                )
+                for t, part in enumerate(parts)
+            ]
+            x += reduce(add, mixed)
             normed = ops.rms_norm(x, layer.mlp_norm, w.epsilon)
-            x += linear(self.ops.swiglu(linear(normed, layer.gate_up)), layer.down)
+            x += reduce(
+                add,
+                [linear(self.ops.swiglu(linear(normed, p.gate_up)), p.down) for p in parts],
+            )
         return linear(ops.rms_norm(x[batch.last], w.norm, w.epsilon), w.head)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The runner that computes with torch."""
+"""The runner that computes with torch: one rank, or all ranks of a sharded model in one process."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from kvcache.core.records import StatePlan
 from kvcache.engine.batch import NOWHERE, first_block, make_batch
 from kvcache.engine.chunk import Chunk
 from kvcache.engine.model import Model
+from kvcache.engine.shards import tier_regions
 from kvcache.engine.storage import PagedStorage
 
 
 class TorchRunner:
     """Runs a model of `kvcache.engine.model` with torch.
 
+    Each rank of a sharded model has an arena of its own; the page numbers of one manager, made with
+    `geometry`, are good on all of them.
+
     Args:
         model: weights and geometry.
-        slabs: size of the arena, as the manager has it.
+        slabs: size of the arena of each rank, as the manager has it.
 
     Attributes:
-        storage: the page memory, owned.
+        storages: the page memory of each rank, owned.
         last_logits: `[chunks, vocabulary]` of the last run.
     """
 
@@ -34,17 +38,25 @@ class TorchRunner:
         self.geometry = model.geometry
         self.vocab_size = model.vocab_size
         self.context_tokens = model.context_tokens
-        self.storage = PagedStorage(model.geometry, slabs)
+        self.storages = [PagedStorage(model.geometry, slabs) for _ in range(model.shards.ranks)]
         self.last_logits = torch.empty((0, model.vocab_size))
-        self._caches = model.caches(self.storage)
+        self._caches = [model.caches(storage, r) for r, storage in enumerate(self.storages)]
+
+    @property
+    def storage(self) -> PagedStorage:
+        """The page memory of the first rank."""
+        return self.storages[0]
 
     def regions(self) -> list[PageRegion]:
-        """The page memory, as connectors take it."""
-        return self.storage.regions()
+        """The page memory of all ranks, as connectors made with `model.tier_geometry` take it."""
+        of_ranks = [storage.regions() for storage in self.storages]
+        model = self.model
+        return tier_regions(of_ranks, model.tier_geometry, model.shards, model.parts)
 
     def move_pages(self, moves: NDArray[np.void]) -> None:
         """See `chunk.Runner`."""
-        self.storage.move(moves)
+        for storage in self.storages:
+            storage.move(moves)
 
     @property
     def last_gaps(self) -> NDArray[np.float32]:
@@ -79,7 +91,8 @@ class TorchRunner:
                 continue
             last = chunk.end // rules.block_tokens
             if chunk.end % rules.block_tokens and last * rules.block_tokens >= chunk.start:
-                self.storage.zero(g, [int(table[last])])
+                for storage in self.storages:
+                    storage.zero(g, [int(table[last])])
 
     # ---- what a chunk may be ---------------------------------------------------------------------
 

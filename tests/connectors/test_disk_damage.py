@@ -169,7 +169,7 @@ def test_the_checksum_is_that_of_the_whole_file(tmp_path: Path) -> None:
     """As docs/tiers.md describes it: anybody can check a file."""
     with rig(lambda s: disk(s, tmp_path)) as r:
         r.store(KEYS)
-        page = r.device.memory[0].shape[1]
+        page = r.setup.geometry.groups[0].page_bytes
     raw = np.frombuffer(path_of(tmp_path, 0).read_bytes(), np.uint8).copy()
     stored = raw[HEAD : HEAD + 16].tobytes()
     raw[HEAD : HEAD + 16] = 0

@@ -5,8 +5,8 @@ session alone: whole prompts in one chunk, then token by token, on pages that no
 *course* is what an engine has to go through with all sessions of the world; whatever it is, every
 logit must be the reference's, bit for bit.
 
-A new dimension (another tier, shards of heads or tokens) is a field of `Course` that `draw` draws
-and `Play` obeys.
+A new dimension (another tier) is a field of `Course` that `draw` draws and `Play` obeys. Worlds of one
+mix and seed differ in how the model is dealt out to ranks (`World.on`); a course says which one it is of.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from kvcache.engine.layer_settings import (
 from kvcache.engine.model import Model
 from kvcache.engine.request import Token
 from kvcache.engine.runner import TorchRunner
+from kvcache.engine.shards import UNSHARDED, Shards
 
 FULL = FullLayer(head_dim=8)
 WINDOW = FullLayer(window=10, heads=2, kv_heads=1, head_dim=8)
@@ -63,7 +65,7 @@ class Mix(NamedTuple):
     group_blocks: Mapping[str, int] = {}
     kv_dtype: str = "fp32"
 
-    def model(self, seed: int, *, exact: bool = True) -> Model:
+    def model(self, seed: int, *, exact: bool = True, shards: Shards = UNSHARDED) -> Model:
         """The model of a seed."""
         settings = HybridSettings(layers=self.layers, width=24, hidden=24, context_tokens=256)
         return Model(
@@ -72,6 +74,7 @@ class Mix(NamedTuple):
             group_blocks=self.group_blocks,
             kv_dtype=self.kv_dtype,
             exact=exact,
+            shards=shards,
         )
 
 
@@ -87,6 +90,13 @@ MIXES = {
 }
 """Between them: every kind alone and together, and every format of K and V."""
 
+SHARDINGS = {
+    "whole": UNSHARDED,
+    "TP 2": Shards(tp=2),
+    "DCP 2": Shards(dcp=2),
+    "TP 2 x DCP 2": Shards(tp=2, dcp=2),
+}
+
 SESSIONS, TURNS, NEW_TOKENS = 4, 2, 3
 SHARED_TOKENS = 21
 
@@ -94,8 +104,11 @@ SHARED_TOKENS = 21
 class World:
     """A model, its sessions, and what each of them computes alone."""
 
-    def __init__(self, mix: Mix, seed: int) -> None:
-        self.model = mix.model(seed)
+    def __init__(self, mix: Mix, seed: int, sharding: str = "whole") -> None:
+        self.sharding = sharding
+        self._all: dict[str, World] = {sharding: self}
+        self._make = partial(World, mix, seed)
+        self.model = mix.model(seed, shards=SHARDINGS[sharding])
         rng = random.Random(seed)
 
         def text(least: int, most: int) -> list[int]:
@@ -111,6 +124,12 @@ class World:
         """By session and length of the context."""
         self.texts = [self._alone(i) for i in range(SESSIONS)]
         """Of each session: everything, to its last token."""
+
+    def on(self, sharding: str) -> World:
+        """The same model and sessions, dealt out in another way."""
+        if sharding not in self._all:
+            self._all[sharding] = self._make(sharding)
+        return self._all[sharding]
 
     def prompts(self, turn: int) -> list[NDArray[np.int32]]:
         """What each session asks in a turn: all that was said and answered before, too."""
@@ -133,13 +152,13 @@ class World:
 
 def _host(model: Model, pages: int, folder: Path) -> Connector:
     del folder
-    return CpuConnector(model.geometry, pages=[pages] * len(model.geometry.groups))
+    return CpuConnector(model.tier_geometry, pages=[pages] * len(model.geometry.groups))
 
 
 def _disk(model: Model, pages: int, folder: Path) -> Connector:
     counts = [pages] * len(model.geometry.groups)
     return DiskConnector(
-        model.geometry, folder=folder, fingerprint=model.fingerprint(), pages=counts
+        model.tier_geometry, folder=folder, fingerprint=model.fingerprint(), pages=counts
     )
 
 
@@ -177,14 +196,17 @@ class Course:
     restarting: bool
     """Nothing lives on between turns but the files of a tier."""
     interval_tokens: int
+    sharding: str
+    """One of `SHARDINGS`."""
     seed: int
 
 
 def draw(world: World, seed: int) -> Course:
-    """The course of a seed."""
+    """The course of a seed. Of twelve seeds three are for ranks, and these have a tier."""
     rng = random.Random(seed)
-    grid = world.model.geometry.grid_tokens
-    tier = rng.choice(["", *TIERS, *TIERS])
+    sharding = {3: "TP 2", 7: "DCP 2", 11: "TP 2 x DCP 2"}.get(seed % 12, "whole")
+    grid = world.on(sharding).model.geometry.grid_tokens
+    tier = rng.choice(["", *TIERS, *TIERS] if sharding == "whole" else [*TIERS])
     max_requests = rng.choice([1, 2, 4])
     return Course(
         token_budget=max(max_requests, rng.choice([5, 9, 17, 33, 200])),
@@ -197,6 +219,7 @@ def draw(world: World, seed: int) -> Course:
         forgetting=bool(tier) and rng.random() < 0.7,
         restarting=tier in ("disk", "chain") and rng.random() < 0.5,
         interval_tokens=rng.choice([0, 0, grid, 3 * grid]),
+        sharding=sharding,
         seed=seed,
     )
 
@@ -236,6 +259,7 @@ class Play(Engine):
         super().__init__(runner, manager, offload, settings=settings)
         self.world, self.course, self.met = world, course, met
         self.sessions: dict[int, int] = {}
+        met.add(f"engines of {course.sharding}", 1)
 
     def _compute(self) -> Any:
         batch, sampled = super()._compute()
@@ -283,12 +307,14 @@ class Play(Engine):
         self.met.add("tokens from the device", counters.device_tokens)
         if self.course.tier:
             self.met.add(f"tokens from {self.course.tier}", counters.restored_tokens)
+            if self.course.sharding != "whole":
+                self.met.add("tokens restored to ranks", counters.restored_tokens)
         self.met.add("moved pages", stats.moved_pages)
 
 
 def play_course(world: World, course: Course, met: Met, folder: Path) -> None:
     """Every turn of every session, in one engine or in one after the other."""
-    rng = random.Random(course.seed)
+    world, rng = world.on(course.sharding), random.Random(course.seed)
     play = Play(world, course, met, folder)
     for turn in range(TURNS):
         if turn and course.restarting:

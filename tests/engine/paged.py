@@ -25,10 +25,10 @@ class Runner(TorchRunner):
         """Number of each group's page 0 in the arena."""
         self.counts = list(pages)
 
-    def pages(self, group: int) -> torch.Tensor:
+    def pages(self, group: int, rank: int = 0) -> torch.Tensor:
         """`[pages, page_bytes]`: those that the group was given."""
         first = self.first[group]
-        return self.storage.raw[group][first : first + self.counts[group]]
+        return self.storages[rank].raw[group][first : first + self.counts[group]]
 
 
 class Request:
@@ -74,7 +74,8 @@ def new_sequence(model: Model, tokens: int, seed: int | None = None, fill: float
     """A request alone on a runner of its own; `seed` shuffles its pages, `fill` was in them."""
     pages = pages_for(model, tokens)
     runner = Runner(model, pages)
-    runner.storage.arena.view(torch.float32).fill_(fill)
+    for storage in runner.storages:
+        storage.arena.view(torch.float32).fill_(fill)
     rng = np.random.default_rng(seed)
     orders = [np.arange(count) if seed is None else rng.permutation(count) for count in pages]
     kinds = [rules.kind for rules in model.geometry.rules]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engine import paged
-from engine.mixes import MIXES
+from engine.mixes import MIXES, SHARDINGS
 from hypothesis import given, settings, strategies as st
 
 from kvcache.engine.model import Model
@@ -23,6 +23,10 @@ WINDOWED = build_model(5, block_tokens=4, window=WINDOW, context_tokens=512, exa
 MODELS = {name: mix.model(seed=1) for name, mix in MIXES.items()} | {
     f"window of {window}": build_model(5, block_tokens=8, window=window, exact=True)
     for window in (1, 16)
+}
+MODELS |= {
+    f"every, {name}": MIXES["every"].model(seed=1, shards=shards)
+    for name, shards in SHARDINGS.items()
 }
 
 

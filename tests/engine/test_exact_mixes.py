@@ -16,6 +16,10 @@ RUNS = 25
 SCALE = int(os.environ.get("KVCACHE_TEST_SCALE", "1"))
 HAPPENINGS = (
     "cut prompts",
+    "engines of DCP 2",
+    "engines of TP 2",
+    "engines of TP 2 x DCP 2",
+    "engines of whole",
     "logits",
     "moved pages",
     "preemptions",
@@ -25,6 +29,7 @@ HAPPENINGS = (
     "tokens from disk",
     "tokens from host",
     "tokens from the device",
+    "tokens restored to ranks",
 )
 
 

@@ -72,7 +72,7 @@ def test_a_compressed_layer_computes_what_transformers_computes(name: str, exact
             oracle.mixer.rotation[batch.positions], [batch.groups[g] for g in model.groups[0]]
         )
         with torch.inference_mode():
-            got = oracle.mixer.forward(x[start:end], step, cache, model.ops)
+            got = oracle.mixer.forward(x[start:end], step, [cache], model.ops)
         assert float((got - expected[start:end]).abs().max()) < 1e-5
 
 

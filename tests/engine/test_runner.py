@@ -351,7 +351,7 @@ def test_padding_of_decoding_requests_is_bounded() -> None:
     for start in (1599, 10, 700, 900, 40, 1000, 30):
         request.done, request.source = start, 0
         chunks.append(request.chunk(np.array([1], np.int32)))
-    plan = make_batch(chunks, MODEL.geometry, MODEL.readings).groups[0]
+    (plan,) = make_batch(chunks, MODEL.geometry, MODEL.readings).groups[0]
     padded = sum(len(b.pages) for b in plan.buckets)
     needed = sum(-(-c.end // 16) for c in chunks)
     assert [b.rows for b in plan.buckets] == [slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7)]

@@ -13,6 +13,8 @@ EXACT = "tests/engine/test_exact.py::test_"
 DIRTY = "tests/engine/test_runner.py::test_what_earlier_owners_left_in_a_page_does_not_change_a_bit"
 POOLING = "tests/engine/test_pooling_pages.py::test_rows_that_no_later_step_reads_need_no_page"
 MIXES = "tests/engine/test_exact_mixes.py::test_no_course_changes_a_bit"
+SHARDED = "tests/engine/test_sharded.py::test_"
+RANKS = SHARDED + "ranks_compute_what_one_rank_computes"
 
 ENGINE = [
     Mutant(
@@ -67,15 +69,15 @@ ENGINE = [
     Mutant(
         "a query sees the entry that it completes a token late",
         LAYERS + "compressed.py",
-        "picked = torch.arange(len(entries)) < (positions + 1) // ratio",
-        "picked = torch.arange(len(entries)) < positions // ratio",
+        "picked = torch.arange(entries) < (positions + 1) // ratio",
+        "picked = torch.arange(entries) < positions // ratio",
         (OF_A_LAYER,),
     ),
     Mutant(
         "picked entries not limited to the best",
         LAYERS + "compressed.py",
-        "if keys.shape[0] <= index.top:",
-        "if keys.shape[0] >= 0:",
+        "if entries <= index.top:",
+        "if entries >= 0:",
         (OF_A_LAYER,),
     ),
     Mutant(
@@ -112,8 +114,64 @@ ENGINE = [
     Mutant(
         "a page begun without being cleared",
         "kvcache/engine/runner.py",
-        "self.storage.zero(g, [int(table[last])])",
+        "storage.zero(g, [int(table[last])])",
         "pass",
         (DIRTY,),
+    ),
+    Mutant(
+        "tokens stored by the rank whose turn is next",
+        "kvcache/engine/batch.py",
+        "places % turn.ranks == turn.rank)",
+        "places % turn.ranks == (turn.rank + 1) % turn.ranks)",
+        (RANKS, SHARDED + "heads_are_split_and_tokens_taken_in_turns"),
+    ),
+    Mutant(
+        "parts of ranks merged as if they weighed the same",
+        LAYERS + "attend.py",
+        "shares = torch.exp(logs - logs.amax(0)).unsqueeze(-1)",
+        "shares = torch.ones_like(logs).unsqueeze(-1)",
+        (RANKS,),
+    ),
+    Mutant(
+        "an index that picks by the scores of one rank",
+        LAYERS + "compressed.py",
+        "scores[:, context.turn.rank :: context.turn.ranks] = mine",
+        "scores[:, context.turn.rank :: context.turn.ranks] = mine * (context.turn.rank == 0)",
+        (RANKS,),
+    ),
+    Mutant(
+        "a rank's page begun without being cleared",
+        "kvcache/engine/runner.py",
+        "for storage in self.storages:\n                    storage.zero",
+        "for storage in self.storages[:1]:\n                    storage.zero",
+        (RANKS,),
+    ),
+    Mutant(
+        "pages moved on one rank alone",
+        "kvcache/engine/runner.py",
+        "for storage in self.storages:\n            storage.move",
+        "for storage in self.storages[:1]:\n            storage.move",
+        (SHARDED + "pages_move_on_every_rank",),
+    ),
+    Mutant(
+        "a load that reaches one rank of those that have a part",
+        "kvcache/connectors/region_copy.py",
+        "_part(source, i, length)[:1], _part(target, i, length)",
+        "_part(source, i, length)[:1], _part(target, i, length)[:1]",
+        (SHARDED + "a_slot_has_every_part_and_a_load_reaches_every_rank",),
+    ),
+    Mutant(
+        "files that do not say how ranks share them",
+        "kvcache/engine/shards.py",
+        "AllRanks(spec, parts * turns(spec, shards), shards)",
+        "AllRanks(spec, parts * turns(spec, shards), UNSHARDED)",
+        (SHARDED + "layouts_of_all_shardings_differ",),
+    ),
+    Mutant(
+        "ranks that disagree, unnoticed",
+        LAYERS + "attend.py",
+        "if ops.exact and not torch.equal(results[0], other):",
+        "if not ops.exact and not torch.equal(results[0], other):",
+        (SHARDED + "a_rank_whose_pages_went_wrong_is_noticed",),
     ),
 ]

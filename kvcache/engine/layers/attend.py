@@ -1,19 +1,27 @@
 """Softmax attention over gathered pages: decoding requests side by side, chunks in query blocks.
 
+Where ranks take turns with the tokens, each attends to its own and says how much they weigh; `merge`
+makes of these what one rank with all tokens would have found (arXiv 1805.02867, section 3):
+
+    lse of a rank = log sum exp(scores)      out = sum exp(lse - max lse) out of rank / sum of these
+
+always in the order of the ranks, so that the same tokens give the same bits.
+
 Shapes: T = tokens, K = KV heads, G = query heads for each of them, D = head dimension, V = value
 dimension, S = tokens of a context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from kvcache.engine.batch import QUERY_BLOCK_TOKENS, AttentionPlan, Bucket, Span
+from kvcache.core.errors import InvariantError
+from kvcache.engine.batch import QUERY_BLOCK_TOKENS, AttentionPlan, Bucket, Span, Turn
 from kvcache.engine.ops import Ops
 
 KV = tuple[Tensor, Tensor]
@@ -21,6 +29,10 @@ KV = tuple[Tensor, Tensor]
 
 Gather = Callable[[Tensor, int], KV]
 """Page numbers of so many requests to their K and V."""
+
+
+_LEAST = -1e30
+"""Below the log of any weight but that of nothing, which is -inf."""
 
 
 class Sight(NamedTuple):
@@ -37,8 +49,21 @@ class Sight(NamedTuple):
         return 0 if self.window is None else max(0, position + 1 - self.window)
 
 
-def attend(queries: Tensor, gather: Gather, plan: AttentionPlan, sight: Sight, ops: Ops) -> Tensor:
-    """What the rows of a step see of their contexts: `[T, K * G, D]` to `[T, K * G, V]`."""
+class Attended(NamedTuple):
+    """What rows of a step see."""
+
+    values: Tensor
+    """`[T, K * G, V]`."""
+    weights: Tensor | None = None
+    """`[T, K * G]`: log of the sum of exp(score); None: nobody else has tokens of the contexts."""
+
+
+def attend(
+    queries: Tensor, gather: Gather, plan: AttentionPlan, sight: Sight, ops: Ops
+) -> Attended:
+    """What the rows `[T, K * G, D]` of a step see of their contexts, or of a rank's share of them."""
+    if plan.turn.ranks > 1:
+        return _attend_in_turn(queries, gather, plan, sight, ops)
     attended = queries.new_empty((*queries.shape[:2], sight.value_dim))
     for bucket in plan.buckets:
         kv = gather(bucket.pages, len(bucket.bias))
@@ -50,7 +75,7 @@ def attend(queries: Tensor, gather: Gather, plan: AttentionPlan, sight: Sight, o
         else:
             assert plan.bias is not None
             _prefill(queries[span.rows], kv, span, plan.bias, sight, attended[span.rows])
-    return attended
+    return Attended(attended)
 
 
 def _decode(queries: Tensor, kv: KV, bucket: Bucket, sight: Sight) -> Tensor:
@@ -93,3 +118,87 @@ def _token_by_token(queries: Tensor, kv: KV, span: Span, sight: Sight, out: Tens
         keys, values = (part[0, :, seen].contiguous() for part in kv)
         scores = torch.bmm(q, keys.transpose(1, 2)) * sight.scale
         out[i] = torch.bmm(scores.softmax(-1), values).flatten(0, 1)
+
+
+# ---- ranks that take turns -------------------------------------------------------------------------
+
+
+def merge(parts: Sequence[Attended], ops: Ops) -> Tensor:
+    """`[T, K * G, V]` from what each context-parallel rank found, in their order.
+
+    Raises:
+        InvariantError: ranks that each have all tokens differ, with exact operations: see `agreed`.
+    """
+    weights = [part.weights for part in parts]
+    if weights[0] is None:
+        return agreed([part.values for part in parts], ops)
+    logs = torch.stack([w for w in weights if w is not None])
+    shares = torch.exp(logs - logs.amax(0)).unsqueeze(-1)
+    total, values = shares[0], shares[0] * parts[0].values
+    for share, part in zip(shares[1:], parts[1:], strict=True):
+        total, values = total + share, values + share * part.values
+    return values / total
+
+
+def agreed(results: Sequence[Tensor], ops: Ops) -> Tensor:
+    """What ranks computed that have the same tokens.
+
+    Raises:
+        InvariantError: with exact operations they must be equal bits; pages of a rank are wrong.
+    """
+    for rank, other in enumerate(results[1:], 1):
+        if ops.exact and not torch.equal(results[0], other):
+            raise InvariantError(
+                f"context-parallel ranks 0 and {rank} computed different things from what should be"
+                " equal pages"
+            )
+    return results[0]
+
+
+def weigh(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax attention `[..., V]` from scores `[..., S]`, some -inf, and the log of their weight.
+
+    Rows that see nothing give 0, and weigh nothing.
+    """
+    logs = torch.logsumexp(scores, -1, keepdim=True)
+    return torch.exp(scores - logs.clamp(min=_LEAST)) @ values, logs.squeeze(-1)
+
+
+def _attend_in_turn(
+    queries: Tensor, gather: Gather, plan: AttentionPlan, sight: Sight, ops: Ops
+) -> Attended:
+    """As `attend`, over the tokens of one rank."""
+    values = queries.new_empty((*queries.shape[:2], sight.value_dim))
+    logs = queries.new_empty(queries.shape[:2])
+    for bucket in plan.buckets:
+        keys, seen = gather(bucket.pages, len(bucket.bias))
+        asked = queries[bucket.rows]
+        q = asked.view(len(asked), sight.kv_heads, -1, asked.shape[-1])
+        scores = q @ keys.transpose(2, 3) * sight.scale + bucket.bias
+        found, weight = weigh(scores, seen)
+        values[bucket.rows], logs[bucket.rows] = found.flatten(1, 2), weight.flatten(1, 2)
+    for span in plan.spans:
+        kv = gather(span.pages, 1)
+        most = 1 if ops.exact else QUERY_BLOCK_TOKENS
+        for begin in range(span.rows.start, span.rows.stop, most):
+            rows = slice(begin, min(begin + most, span.rows.stop))
+            first = span.context - (span.rows.stop - begin)
+            values[rows], logs[rows] = _block_in_turn(queries[rows], first, kv, plan.turn, sight)
+    return Attended(values, logs)
+
+
+def _block_in_turn(
+    queries: Tensor, first: int, kv: KV, turn: Turn, sight: Sight
+) -> tuple[Tensor, Tensor]:
+    """Neighbouring queries from position `first` on; of the tokens no more than the last one sees."""
+    count, heads = queries.shape[:2]
+    keys, values = (part[0, :, : turn.count(first + count)].contiguous() for part in kv)
+    q = queries.view(count, sight.kv_heads, -1, queries.shape[-1]).transpose(0, 1)
+    scores = torch.bmm(q.flatten(1, 2), keys.transpose(1, 2)) * sight.scale
+    if count > 1:
+        places = torch.arange(keys.shape[1]) * turn.ranks + turn.rank
+        hidden = places > torch.arange(first, first + count)[:, None]
+        scores.masked_fill_(hidden.repeat_interleave(heads // sight.kv_heads, 0), -torch.inf)
+    found, logs = weigh(scores, values)
+    by_token = [torch.unflatten(part, 1, (count, -1)).transpose(0, 1) for part in (found, logs)]
+    return by_token[0].flatten(1, 2), by_token[1].flatten(1, 2)

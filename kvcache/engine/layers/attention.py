@@ -7,7 +7,7 @@ of a block. Grouped queries: arXiv 2305.13245; window: arXiv 2310.06825, section
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from torch import Tensor
 from kvcache.core.specs import FullAttention, GroupSpec, SlidingWindow
 from kvcache.engine.batch import Reading
 from kvcache.engine.kv_format import FP32, KVFormat, Rows
-from kvcache.engine.layers.attend import Gather, Sight, attend
+from kvcache.engine.layers.attend import Gather, Sight, attend, merge
 from kvcache.engine.layers.base import BlockSizes, GroupUse, LayerStep
 from kvcache.engine.ops import Ops
+from kvcache.engine.shards import Shards, even_heads, heads_of_rank, of_heads
 
 FULL = "attention"
 WINDOW = "window"
@@ -39,50 +40,84 @@ class Attention:
     """Tokens that a query sees, its own among them; None: all before it."""
 
     @property
-    def heads_per_kv(self) -> int:
-        """Query heads that share one KV head."""
-        return self.out.shape[1] // (self.kv_heads * self.head_dim)
+    def heads(self) -> int:
+        """Of queries: G * K."""
+        return self.out.shape[1] // self.head_dim
 
-    def groups(self, block_tokens: BlockSizes, kv: KVFormat) -> tuple[GroupUse, ...]:
+    def groups(
+        self, block_tokens: BlockSizes, kv: KVFormat, shards: Shards
+    ) -> tuple[GroupUse, ...]:
         """One group: `attention` or `window`."""
+        part = self.shard(0, shards.tp)
+        reading = Reading(part.heads // part.kv_heads)
         spec: GroupSpec
         if self.window is None:
             spec = FullAttention(
                 name=FULL,
                 layers=1,
-                kv_heads=self.kv_heads,
+                kv_heads=part.kv_heads,
                 head_dim=self.head_dim,
                 block_tokens=block_tokens(FULL),
                 element_bytes=kv.element_bytes,
+                dcp_shards=shards.dcp,
             )
+            reading = reading._replace(ranks=shards.dcp)
         else:
             spec = SlidingWindow(
                 name=WINDOW,
                 layers=1,
-                kv_heads=self.kv_heads,
+                kv_heads=part.kv_heads,
                 head_dim=self.head_dim,
                 window=self.window,
                 block_tokens=block_tokens(WINDOW),
                 element_bytes=kv.element_bytes,
             )
-        return (GroupUse(spec, kv, Reading(self.heads_per_kv)),)
+        return (GroupUse(spec, kv, reading, min(shards.tp, self.kv_heads)),)
+
+    def shard(self, rank: int, tp: int) -> Attention:
+        """Its query heads, and the KV heads that these read."""
+        if tp == 1:
+            return self
+        kv_heads = heads_of_rank(self.kv_heads, rank, tp, "KV heads")
+        queries = even_heads(self.heads, rank, tp)
+        wanted = zip(
+            torch.split(self.qkv, [n * self.head_dim for n in self._split]),
+            (queries, kv_heads, kv_heads),
+            self._split,
+            strict=True,
+        )
+        return replace(
+            self,
+            qkv=torch.cat([of_heads(rows, heads, of) for rows, heads, of in wanted]),
+            out=of_heads(self.out, queries, self.heads, dim=1),
+            kv_heads=kv_heads.stop - kv_heads.start,
+        )
+
+    @property
+    def _split(self) -> tuple[int, int, int]:
+        """Heads of queries, keys, values."""
+        return self.heads, self.kv_heads, self.kv_heads
 
     def cache(self, parts: Sequence[Rows]) -> Rows:
         """`[pages, 2, B, K * D]`: K, then V."""
         return parts[0].shaped(2, -1, self.kv_heads * self.head_dim)
 
-    def forward(self, x: Tensor, step: LayerStep, cache: Rows, ops: Ops) -> Tensor:
+    def forward(self, x: Tensor, step: LayerStep, caches: Sequence[Rows], ops: Ops) -> Tensor:
         """Store the K and V of `x [T, width]`, attend, project."""
-        plan, rotation = step.attention(0), step.rotation
+        rotation, heads = step.rotation, sum(self._split)
         assert rotation is not None
-        heads = self.qkv.shape[0] // self.head_dim
         qkv = ops.linear(x, self.qkv).contiguous().view(len(x), heads, self.head_dim)
-        queries, kv = qkv.tensor_split([heads - 2 * self.kv_heads], dim=1)
+        queries, kv = qkv.tensor_split([self.heads], dim=1)
         ops.rotate_(qkv[:, : heads - self.kv_heads], rotation)
-        cache.write((plan.pages, slice(None), plan.offsets), kv.reshape(len(x), 2, -1))
+        kv = kv.reshape(len(x), 2, -1)
         sight = Sight(self.kv_heads, self.head_dim, self.head_dim**-0.5, self.window)
-        attended = attend(queries, self._gather(cache, plan.gathered_pages), plan, sight, ops)
-        return ops.linear(attended.flatten(1), self.out)
+        found = []
+        for rank, cache in enumerate(caches):
+            plan = step.attention(0, rank)
+            cache.write((plan.pages, slice(None), plan.offsets), plan.of_rank(kv))
+            gather = self._gather(cache, plan.gathered_pages)
+            found.append(attend(queries, gather, plan, sight, ops))
+        return ops.linear(merge(found, ops).flatten(1), self.out)
 
     def _gather(self, cache: Rows, most_pages: int) -> Gather:
         """K and V of whole pages, `[requests, K, tokens, D]`; in one scratch memory where it can."""

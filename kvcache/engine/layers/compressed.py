@@ -7,7 +7,9 @@ pooled from: a step reads the rows of earlier steps there, and stores those that
     scores of a query = its own rows in the window | entries that are complete, and picked | a sink
 
 All heads read the same rows. As V has been rotated with K, what is read is rotated back at the
-query. Formulas: the DeepSeek-V4 report, section 2.3, as `DeepseekV4Attention` of transformers has
+query. Context-parallel ranks all have the rows and pool what they keep; entry e is kept by rank
+`e % ranks`. Of the window each rank reads a share too, so that all is read once; the scores of the index
+come together from all ranks before entries are picked. Formulas: the DeepSeek-V4 report, section 2.3, as `DeepseekV4Attention` of transformers has
 them, against which this is tested.
 
 Shapes: T = tokens, H = heads, D = head dimension, W = rows of the window, E = entries.
@@ -16,19 +18,22 @@ Shapes: T = tokens, H = heads, D = head dimension, W = rows of the window, E = e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvcache.core.errors import ConfigError
 from kvcache.core.specs import Compressed, GroupSpec, LatentWindow, PoolingState
-from kvcache.engine.batch import QUERY_BLOCK_TOKENS, Reading, Span
+from kvcache.engine.batch import QUERY_BLOCK_TOKENS, Reading, Span, Turn
 from kvcache.engine.kv_format import FP32, KVFormat, Rows
+from kvcache.engine.layers.attend import Attended, merge, weigh
 from kvcache.engine.layers.base import BlockSizes, GroupUse, LayerStep
 from kvcache.engine.layers.compressor import Compressor
 from kvcache.engine.layers.latent import LowRank
 from kvcache.engine.ops import Ops, rms_norm
+from kvcache.engine.shards import Shards, even_heads, of_heads
 
 ROWS = "rows"
 ENTRIES = "entries"
@@ -65,8 +70,9 @@ class _Queries(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """What a request's tokens read."""
+    """What a request's tokens read on one rank."""
 
+    turn: Turn
     rows: Tensor
     """`[W, D]`, from token `first` on."""
     first: int
@@ -105,8 +111,13 @@ class CompressedAttention:
         """D."""
         return len(self.row_norm)
 
-    def groups(self, block_tokens: BlockSizes, kv: KVFormat) -> tuple[GroupUse, ...]:
-        """`rows`, and with a compressor `entries` and `pool`; pooling rows are float32 always."""
+    def groups(
+        self, block_tokens: BlockSizes, kv: KVFormat, shards: Shards
+    ) -> tuple[GroupUse, ...]:
+        """`rows`, and with a compressor `entries` and `pool`; pooling rows are float32 always.
+
+        Tensor-parallel ranks all have all of it.
+        """
         specs: list[tuple[GroupSpec, KVFormat]] = [
             (
                 LatentWindow(
@@ -129,6 +140,7 @@ class CompressedAttention:
                 entry_bytes=self.head_dim * kv.element_bytes,
                 index_bytes=index_elements * kv.element_bytes,
                 block_tokens=block_tokens(ENTRIES),
+                dcp_shards=shards.dcp,
             )
             pool = PoolingState(
                 name=POOL,
@@ -141,6 +153,31 @@ class CompressedAttention:
             specs += [(entries, kv), (pool, FP32)]
         return tuple(GroupUse(spec, of, _BY_REQUEST) for spec, of in specs)
 
+    def shard(self, rank: int, tp: int) -> CompressedAttention:
+        """Its heads; the whole compressor, as all ranks pick the same entries."""
+        if tp == 1:
+            return self
+        count, parts = len(self.sinks), len(self.out_in)
+        heads = even_heads(count, rank, tp)
+        of_part, each = count // parts, count // tp
+        if each % of_part and of_part % each:
+            raise ConfigError(
+                f"tp is {tp}: a rank would have {each} heads, and {of_part} heads share a part of the"
+                " output; one of these must be a multiple of the other"
+            )
+        first = heads.start // of_part
+        mine = slice(first, -(-heads.stop // of_part))
+        inside = slice(heads.start - first * of_part, heads.stop - first * of_part)
+        whole = each >= of_part
+        out_in = self.out_in[mine]
+        return replace(
+            self,
+            query=of_heads(self.query, heads, count),
+            sinks=self.sinks[heads],
+            out_in=out_in if whole else of_heads(out_in, inside, of_part, dim=2),
+            out=of_heads(self.out, mine, parts, dim=1),
+        )
+
     def cache(self, parts: Sequence[Rows]) -> CompressedCache:
         """Rows of each group."""
         rows = parts[0].shaped(-1, self.head_dim)
@@ -152,7 +189,9 @@ class CompressedAttention:
             parts[2].shaped(-1, self.compressor.row_elements),
         )
 
-    def forward(self, x: Tensor, step: LayerStep, cache: CompressedCache, ops: Ops) -> Tensor:
+    def forward(
+        self, x: Tensor, step: LayerStep, caches: Sequence[CompressedCache], ops: Ops
+    ) -> Tensor:
         """Store rows, pooling rows and finished entries of `x [T, width]`; attend; project."""
         assert step.rotation is not None
         turned = slice(self.head_dim - 2 * step.rotation.shape[1], None)
@@ -160,17 +199,24 @@ class CompressedAttention:
         row = row.unsqueeze(1)
         ops.rotate_(row[..., turned], step.rotation)
         plan = step.attention(0)
-        cache.rows.write((plan.pages, plan.offsets), row[:, 0])
+        turns = [Turn(rank, len(caches)) for rank in range(len(caches))]
+        for cache in caches:
+            cache.rows.write((plan.pages, plan.offsets), row[:, 0])
         if self.compressor is not None:
-            self._compress(self.compressor, x, step, cache, ops)
+            new = self.compressor.rows(x, ops)
+            for turn, cache in zip(turns, caches, strict=True):
+                self._compress(self.compressor, new, step, cache, turn, ops)
 
         queries = self._queries(x, step.rotation, ops)
         attended = torch.empty_like(queries.heads)
         for i, span in enumerate(plan.spans):
-            context = self._context(span, step, i, cache)
+            contexts = [
+                self._context(span, step, i, cache, turn)
+                for turn, cache in zip(turns, caches, strict=True)
+            ]
             for asked in _blocks(span.rows, 1 if ops.exact else QUERY_BLOCK_TOKENS):
-                at = context.first + span.context - (span.rows.stop - asked.start)
-                attended[asked] = self._attend(queries.at(asked), at, context, exact=ops.exact)
+                at = span.first + span.context - (span.rows.stop - asked.start)
+                attended[asked] = self._attend(queries.at(asked), at, contexts, ops)
         ops.rotate_(attended[..., turned], step.rotation.conj())
         mixed = ops.linear_by_head(attended.reshape(len(x), len(self.out_in), -1), self.out_in)
         return ops.linear(mixed.flatten(1), self.out)
@@ -178,26 +224,40 @@ class CompressedAttention:
     # ---- entries -------------------------------------------------------------------------------
 
     def _compress(
-        self, compressor: Compressor, x: Tensor, step: LayerStep, cache: CompressedCache, ops: Ops
+        self,
+        compressor: Compressor,
+        new: Tensor,
+        step: LayerStep,
+        cache: CompressedCache,
+        turn: Turn,
+        ops: Ops,
     ) -> None:
         """Pool what is complete with this step's tokens; store what a later step pools."""
         assert cache.entries is not None
         assert cache.pool is not None
-        new, plan, ratio = compressor.rows(x, ops), step.attention(2), compressor.ratio
+        plan, ratio = step.attention(2), compressor.ratio
         for target, span in zip(step.attention(1).spans, plan.spans, strict=True):
             count = span.rows.stop - span.rows.start
             start, end = span.first + span.context - count, span.first + span.context
             numbers = range(start // ratio, end // ratio)
-            if not numbers:
+            mine = slice((turn.rank - numbers.start) % turn.ranks, None, turn.ranks)
+            if not numbers[mine]:
                 continue
             earlier = _read(cache.pool, span.pages, start - span.first)
             rows = torch.cat((earlier, new[span.rows]))
             entries = compressor.entries(
-                rows, span.first, numbers, self.rotation, self.epsilon, ops
+                rows,
+                span.first,
+                numbers,
+                mine,
+                rotation=self.rotation,
+                epsilon=self.epsilon,
+                ops=ops,
             )
-            places = torch.arange(numbers.start, numbers.stop)
+            places = torch.arange(numbers.start, numbers.stop)[mine] // turn.ranks
             of_block = cache.entries.pages.shape[1]
-            cache.entries.write((target.pages[places // of_block], places % of_block), entries)
+            index = target.pages[places // of_block], places % of_block
+            cache.entries.write(index, entries)
         kept = torch.nonzero(plan.pages >= 0)[:, 0]
         cache.pool.write((plan.pages[kept], plan.offsets[kept]), new[kept])
 
@@ -216,57 +276,81 @@ class CompressedAttention:
         ops.rotate_(asking[..., asking.shape[2] - 2 * rotation.shape[1] :], rotation)
         return _Queries(queries, asking, ops.linear(x, index.weight))
 
-    def _context(self, span: Span, step: LayerStep, i: int, cache: CompressedCache) -> _Context:
+    def _context(
+        self, span: Span, step: LayerStep, i: int, cache: CompressedCache, turn: Turn
+    ) -> _Context:
         """Rows and entries of the i-th request, those of this step among them."""
         rows = _read(cache.rows, span.pages, span.context)
         if self.compressor is None or cache.entries is None:
             nothing = rows[:0]
-            return _Context(rows, span.first, nothing, nothing)
+            return _Context(turn, rows, span.first, nothing, nothing)
         target = step.attention(1).spans[i]
-        entries = _read(cache.entries, target.pages, target.context // self.compressor.ratio)
-        split = entries.tensor_split([self.head_dim], dim=1)
-        return _Context(rows, span.first, *split)
+        count = turn.count(target.context // self.compressor.ratio)
+        split = _read(cache.entries, target.pages, count).tensor_split([self.head_dim], dim=1)
+        return _Context(turn, rows, span.first, *split)
 
-    def _attend(self, queries: _Queries, at: int, context: _Context, *, exact: bool) -> Tensor:
-        """`[T, H, D]` of queries at neighbouring positions from `at` on.
+    def _attend(self, queries: _Queries, at: int, contexts: Sequence[_Context], ops: Ops) -> Tensor:
+        """`[T, H, D]` of queries at neighbouring positions from `at` on, over all ranks' contexts."""
+        count = len(queries.heads)
+        ratio = 1 if self.compressor is None else self.compressor.ratio
+        entries = 0 if self.compressor is None else (at + count) // ratio
+        positions = torch.arange(at, at + count)[:, None]
+        picked = torch.arange(entries) < (positions + 1) // ratio
+        if queries.asking is not None:
+            picked = self._pick(queries, contexts, picked)
+        found = [
+            self._attend_in_turn(queries.heads, at, positions, context, picked, exact=ops.exact)
+            for context in contexts
+        ]
+        sink = Attended(torch.zeros_like(queries.heads), self.sinks.expand(count, -1))
+        return merge([*found, sink], ops)
+
+    def _attend_in_turn(
+        self,
+        heads: Tensor,
+        at: int,
+        positions: Tensor,
+        context: _Context,
+        picked: Tensor,
+        *,
+        exact: bool,
+    ) -> Attended:
+        """Over one rank's entries and its share of the window.
 
         Exact, for one query: over exactly what it sees.
         """
-        count = len(queries.heads)
-        begin = max(0, at + 1 - self.window) - context.first
-        rows = context.rows[begin : at + count - context.first]
-        ratio = 1 if self.compressor is None else self.compressor.ratio
-        entries = context.entries[: (at + count) // ratio]
-        positions = torch.arange(at, at + count)[:, None]
-        picked = torch.arange(len(entries)) < (positions + 1) // ratio
-        if queries.asking is not None:
-            picked = self._pick(queries, context.keys[: len(entries)], picked)
-        places = context.first + begin + torch.arange(len(rows))
+        turn, end = context.turn, at + len(heads)
+        begin = max(0, at + 1 - self.window)
+        begin += (turn.rank - begin) % turn.ranks
+        places = torch.arange(begin, max(begin, end), turn.ranks)
+        rows = context.rows[begin - context.first : end - context.first : turn.ranks]
         inside = (places <= positions) & (places > positions - self.window)
+        picked = picked[:, turn.rank :: turn.ranks]
+        entries = context.entries[: picked.shape[1]]
         if exact:
             entries, picked = entries[picked[0]], picked[:, picked[0]]
-        seen = torch.cat((inside, picked), 1)
+        hidden = ~torch.cat((inside, picked), 1)
         keys = torch.cat((rows, entries))
-        scores = (queries.heads @ keys.t() * self.head_dim**-0.5).masked_fill_(
-            ~seen.unsqueeze(1), -torch.inf
-        )
-        sinks = self.sinks.expand(count, -1).unsqueeze(-1)
-        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
-        return weights @ keys
+        scores = heads @ keys.t() * self.head_dim**-0.5
+        return Attended(*weigh(scores.masked_fill_(hidden.unsqueeze(1), -torch.inf), keys))
 
-    def _pick(self, queries: _Queries, keys: Tensor, visible: Tensor) -> Tensor:
+    def _pick(self, queries: _Queries, contexts: Sequence[_Context], visible: Tensor) -> Tensor:
         """`[T, E]`: of the visible entries those with the best scores, of equal ones the earlier.
 
         Many are equal: a score is 0 where no head of the index matches.
         """
         assert self.compressor is not None
         assert self.compressor.index is not None
-        index = self.compressor.index
-        if keys.shape[0] <= index.top:
+        index, entries = self.compressor.index, visible.shape[1]
+        if entries <= index.top:
             return visible
         assert queries.asking is not None
         assert queries.weights is not None
-        scores = index.scores(queries.asking, queries.weights, keys)
+        scores = queries.weights.new_empty(visible.shape)
+        for context in contexts:
+            keys = context.keys[: context.turn.count(entries)]
+            mine = index.scores(queries.asking, queries.weights, keys)
+            scores[:, context.turn.rank :: context.turn.ranks] = mine
         scores = scores.masked_fill_(~visible, -torch.inf)
         order = scores.sort(dim=-1, descending=True, stable=True).indices
         return torch.zeros_like(visible).scatter_(1, order[:, : index.top], 1) & visible

@@ -124,11 +124,23 @@ class Compressor:
         return torch.cat([part.rows(x, ops) for part in self.parts], -1)
 
     def entries(
-        self, rows: Tensor, first: int, numbers: range, rotation: Tensor, epsilon: float, ops: Ops
+        self,
+        rows: Tensor,
+        first: int,
+        numbers: range,
+        mine: slice,
+        *,
+        rotation: Tensor,
+        epsilon: float,
+        ops: Ops,
     ) -> Tensor:
-        """Entries `[E, entry_elements]` that `rows`, the pooling rows from token `first` on, complete.
+        """Entries `[E, entry_elements]`: `mine` of those that `rows` complete.
 
         Their place in the text is that of their first token.
+
+        Args:
+            rows: the pooling rows from token `first` on.
+            numbers: neighbouring entries.
         """
         end = numbers.stop * self.ratio - first
         own = self._windows(rows[numbers.start * self.ratio - first : end])
@@ -139,8 +151,9 @@ class Compressor:
             if begin < 0:
                 before = torch.cat((self._nothing(rows), before))
             windows = [before, own]
-        split = torch.split(torch.stack(windows), [p.row_elements for p in self.parts], dim=-1)
-        turns = rotation[numbers.start * self.ratio : numbers.stop * self.ratio : self.ratio]
+        wanted = torch.stack(windows)[:, mine]
+        split = torch.split(wanted, [p.row_elements for p in self.parts], dim=-1)
+        turns = rotation[numbers.start * self.ratio : numbers.stop * self.ratio : self.ratio][mine]
         pooled = []
         for part, its in zip(self.parts, split, strict=True):
             entries = part.pool(its, epsilon, exact=ops.exact)

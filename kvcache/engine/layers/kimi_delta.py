@@ -7,7 +7,7 @@ transformers, against which it is tested.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from kvcache.engine.kv_format import KVFormat, Rows
 from kvcache.engine.layers.base import BlockSizes, GroupUse, LayerStep
 from kvcache.engine.layers.recurrence import Heads, Inputs, States, recur
 from kvcache.engine.ops import Ops, rms_norm, sigmoid, softplus
+from kvcache.engine.shards import Shards, of_heads
 
 NAME = "kda"
 
@@ -49,16 +50,37 @@ class KimiDelta:
     epsilon: float
     rotation: ClassVar[None] = None
 
-    def groups(self, block_tokens: BlockSizes, kv: KVFormat) -> tuple[GroupUse, ...]:
+    def groups(
+        self, block_tokens: BlockSizes, kv: KVFormat, shards: Shards
+    ) -> tuple[GroupUse, ...]:
         """One group of states, `kda`."""
         del block_tokens, kv
-        return (self.heads.group(NAME),)
+        return (self.heads.group(NAME, shards),)
+
+    def shard(self, rank: int, tp: int) -> KimiDelta:
+        """Its heads, and what makes their inputs."""
+        if tp == 1:
+            return self
+        heads, keys, values = self.heads.of_rank(rank, tp)
+        count = self.heads.value_heads
+        return replace(
+            self,
+            heads=heads,
+            qkv=self.heads.channels_of(self.qkv, keys, values),
+            taps=self.heads.channels_of(self.taps, keys, values, dim=1),
+            decay_out=of_heads(self.decay_out, values, count),
+            decay_bias=of_heads(self.decay_bias, values, count),
+            speed=self.speed[values],
+            rate=self.rate[values],
+            gate_out=of_heads(self.gate_out, values, count),
+            out=of_heads(self.out, values, count, dim=1),
+        )
 
     def cache(self, parts: Sequence[Rows]) -> States:
         """The layer's states."""
         return self.heads.states(parts)
 
-    def forward(self, x: Tensor, step: LayerStep, cache: States, ops: Ops) -> Tensor:
+    def forward(self, x: Tensor, step: LayerStep, caches: Sequence[States], ops: Ops) -> Tensor:
         """Run every request from its source page to its target pages."""
         forget = ops.linear(ops.linear(x, self.decay_in), self.decay_out)
         forget = softplus(forget + self.decay_bias).view(len(x), self.heads.value_heads, -1)
@@ -67,7 +89,7 @@ class KimiDelta:
             decay=torch.exp(-(forget * self.speed[:, None])),
             rate=sigmoid(ops.linear(x, self.rate)),
         )
-        mixed = recur(self.heads, self.taps, inputs, step.states(), cache)
+        mixed = recur(self.heads, self.taps, inputs, step.states(), caches, ops)
         gate = ops.linear(ops.linear(x, self.gate_in), self.gate_out).reshape(mixed.shape)
         normed = rms_norm(mixed, self.norm, self.epsilon)
         return ops.linear((normed * sigmoid(gate)).flatten(1), self.out)

@@ -12,17 +12,18 @@ Shapes: T = tokens, H = heads, R = rank of the latent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvcache.core.specs import LatentAttention
-from kvcache.engine.batch import Reading
+from kvcache.engine.batch import AttentionPlan, Reading
 from kvcache.engine.kv_format import KVFormat, Rows
-from kvcache.engine.layers.attend import Sight, attend
+from kvcache.engine.layers.attend import Attended, Sight, attend, merge
 from kvcache.engine.layers.base import BlockSizes, GroupUse, LayerStep
 from kvcache.engine.ops import Ops, rms_norm
+from kvcache.engine.shards import Shards, even_heads, of_heads
 
 NAME = "latent"
 
@@ -64,8 +65,10 @@ class Latent:
         """R."""
         return len(self.row_norm)
 
-    def groups(self, block_tokens: BlockSizes, kv: KVFormat) -> tuple[GroupUse, ...]:
-        """One group, `latent`."""
+    def groups(
+        self, block_tokens: BlockSizes, kv: KVFormat, shards: Shards
+    ) -> tuple[GroupUse, ...]:
+        """One group, `latent`. Tensor-parallel ranks all have every row."""
         spec = LatentAttention(
             name=NAME,
             layers=1,
@@ -73,30 +76,49 @@ class Latent:
             rope_dim=self.rope_dim,
             block_tokens=block_tokens(NAME),
             element_bytes=kv.element_bytes,
+            dcp_shards=shards.dcp,
         )
-        return (GroupUse(spec, kv, Reading(len(self.key_up))),)
+        return (GroupUse(spec, kv, Reading(len(self.key_up) // shards.tp, ranks=shards.dcp)),)
+
+    def shard(self, rank: int, tp: int) -> Latent:
+        """Its heads; every row."""
+        if tp == 1:
+            return self
+        heads = even_heads(len(self.key_up), rank, tp)
+        return replace(
+            self,
+            query=of_heads(self.query, heads, len(self.key_up)),
+            key_up=self.key_up[heads],
+            value_up=self.value_up[heads],
+            out=of_heads(self.out, heads, len(self.key_up), dim=1),
+        )
 
     def cache(self, parts: Sequence[Rows]) -> Rows:
         """`[pages, block, R + rope_dim]`."""
         return parts[0].shaped(-1, self.rank + self.rope_dim)
 
-    def forward(self, x: Tensor, step: LayerStep, cache: Rows, ops: Ops) -> Tensor:
+    def forward(self, x: Tensor, step: LayerStep, caches: Sequence[Rows], ops: Ops) -> Tensor:
         """Store the rows of `x [T, width]`, attend, project."""
-        plan = step.attention(0)
         queries, rows = self._queries(x, ops), self._rows(x, ops)
         if step.rotation is not None:
             ops.rotate_(queries[..., self.rank :], step.rotation)
             ops.rotate_(rows[:, :, self.rank :], step.rotation)
-        cache.write((plan.pages, plan.offsets), rows[:, 0])
+        found = []
+        for rank, cache in enumerate(caches):
+            plan = step.attention(0, rank)
+            cache.write((plan.pages, plan.offsets), plan.of_rank(rows[:, 0]))
+            found.append(self._attend(queries, cache, plan, ops))
+        latents = merge(found, ops)
+        return ops.linear(ops.linear_by_head(latents, self.value_up).flatten(1), self.out)
 
+    def _attend(self, queries: Tensor, cache: Rows, plan: AttentionPlan, ops: Ops) -> Attended:
         def gather(pages: Tensor, requests: int) -> tuple[Tensor, Tensor]:
-            seen = cache.read(pages).view(requests, 1, -1, rows.shape[-1])
+            seen = cache.read(pages).view(requests, 1, -1, queries.shape[-1])
             return seen, seen[..., : self.rank]
 
         scale = (self.key_up.shape[2] + self.rope_dim) ** -0.5
         sight = Sight(kv_heads=1, value_dim=self.rank, scale=scale)
-        latents = attend(queries, gather, plan, sight, ops)
-        return ops.linear(ops.linear_by_head(latents, self.value_up).flatten(1), self.out)
+        return attend(queries, gather, plan, sight, ops)
 
     def _queries(self, x: Tensor, ops: Ops) -> Tensor:
         """`[T, H, R + rope_dim]`, not rotated yet."""

@@ -10,7 +10,7 @@ C = channels of the convolution: queries, keys, values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,8 +19,10 @@ from torch import Tensor
 from kvcache.core.specs import RecurrentState
 from kvcache.engine.batch import StatesPlan
 from kvcache.engine.kv_format import FP32, Rows
+from kvcache.engine.layers.attend import agreed
 from kvcache.engine.layers.base import GroupUse
-from kvcache.engine.ops import delta_rule, short_convolution, unit
+from kvcache.engine.ops import Ops, delta_rule, short_convolution, unit
+from kvcache.engine.shards import Shards, even_heads, heads_of_rank, of_heads
 
 UNIT_EPSILON = 1e-6
 """Of the norm of queries and keys, as in flash-linear-attention's l2norm."""
@@ -71,14 +73,31 @@ class Heads:
         """C."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
-    def group(self, name: str) -> GroupUse:
+    def of_rank(self, rank: int, tp: int) -> tuple[Heads, slice, slice]:
+        """Sizes of a tensor-parallel rank's part; its key heads and its value heads."""
+        keys = heads_of_rank(self.key_heads, rank, tp, "key heads")
+        values = even_heads(self.value_heads, rank, tp)
+        part = replace(
+            self, key_heads=keys.stop - keys.start, value_heads=values.stop - values.start
+        )
+        return part, keys, values
+
+    def channels_of(self, values: Tensor, keys: slice, heads: slice, dim: int = 0) -> Tensor:
+        """Of all channels in a dimension those of some key heads and value heads."""
+        width = self.key_heads * self.key_dim
+        query, key, value = values.tensor_split([width, 2 * width], dim=dim)
+        parts = [of_heads(part, keys, self.key_heads, dim) for part in (query, key)]
+        return torch.cat([*parts, of_heads(value, heads, self.value_heads, dim)], dim)
+
+    def group(self, name: str, shards: Shards) -> GroupUse:
         """The states of one layer. They are float32 whatever the format of K and V."""
-        elements = self.value_heads * self.key_dim * self.value_dim
-        elements += (self.taps - 1) * self.channels
+        part, *_ = self.of_rank(0, shards.tp)
+        elements = part.value_heads * part.key_dim * part.value_dim
+        elements += (part.taps - 1) * part.channels
         spec = RecurrentState(
             name=name, layers=1, state_bytes_per_layer=elements * FP32.element_bytes
         )
-        return GroupUse(spec, FP32)
+        return GroupUse(spec, FP32, parts=shards.tp)
 
     def states(self, parts: Sequence[Rows]) -> States:
         """The two parts of each page."""
@@ -108,8 +127,22 @@ class Heads:
         return delta_rule(state.matrix, query, key, value, inputs.decay, inputs.rate)
 
 
-def recur(heads: Heads, taps: Tensor, inputs: Inputs, plan: StatesPlan, states: States) -> Tensor:
-    """Run every request from its source page to its target pages: `[T, H, V]`. `taps [taps, C]`."""
+def recur(
+    heads: Heads,
+    taps: Tensor,
+    inputs: Inputs,
+    plan: StatesPlan,
+    caches: Sequence[States],
+    ops: Ops,
+) -> Tensor:
+    """Run every request from its source page to its target pages: `[T, H, V]`. `taps [taps, C]`.
+
+    Context-parallel ranks all do so, each with its own pages.
+    """
+    return agreed([_recur(heads, taps, inputs, plan, states) for states in caches], ops)
+
+
+def _recur(heads: Heads, taps: Tensor, inputs: Inputs, plan: StatesPlan, states: States) -> Tensor:
     mixed = inputs.qkv.new_empty((len(inputs.qkv), heads.value_heads, heads.value_dim))
     if len(plan.targets):
         old = States(*(_from(part, plan.sources, plan.fresh) for part in states))
