@@ -194,7 +194,7 @@ def test_a_file_is_as_long_as_it_is_counted(tmp_path: Path) -> None:
         ({"folder": 3}, "folder is 3: give the path"),
         ({"folder": "/proc/nowhere"}, r"folder /proc/nowhere cannot be used \(.*\): give a folder"),
         ({"fingerprint": "llama"}, "fingerprint is 'llama': give the Fingerprint"),
-        ({"fingerprint": Fingerprint()}, "names no model: files outlive this process"),
+        ({"fingerprint": Fingerprint()}, "names no model: pages are there for other processes"),
         ({"pages": None}, "DiskConnector needs either capacity_bytes or pages"),
         ({"capacity_bytes": 1 << 20}, "DiskConnector needs either capacity_bytes or pages"),
         ({"pages": None, "capacity_bytes": 8191}, "one page of each group takes 8192 bytes"),
