@@ -80,7 +80,8 @@ class Offload:
         connector: the tier. `close` closes it.
         regions: memory of the device pages, for each group; must outlive `close`.
         lazy_bytes: store a page only when the device will soon evict it: so many bytes ahead of
-            eviction (twice what a step writes, or more). None: store it when it gets its key.
+            eviction (twice what a step writes or a load brings, or more). None: store it when it
+            gets its key.
 
     Raises:
         ConfigError: a manager without a journal or without a bound, or regions that do not cover it.

@@ -65,8 +65,12 @@ def test_nothing_is_stored_while_the_device_has_room() -> None:
 
 
 def test_what_the_device_evicts_is_in_the_tier_by_then() -> None:
-    """Each prompt comes back whole, though the device holds less than two of them."""
-    with engine(tier=(256, 256), lazy_bytes=AHEAD) as e:
+    """Each prompt comes back whole, though the device holds less than two of them.
+
+    A load takes space for all of a prompt at once: so far ahead it must be stored.
+    """
+    reach = 8 * GEOMETRY.slab_bytes
+    with engine(slabs=12, tier=(256, 256), lazy_bytes=reach) as e:
         for seed in range(6):
             serve(e, seed)
             settle(e)
