@@ -1,6 +1,7 @@
 // The long form of XXH3 as its specification describes it: 8 lanes of 64 bits, stripes of 64 bytes, 16 stripes a block.
 #include "xxh3.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
@@ -44,57 +45,75 @@ uint64_t word(const uint8_t* at) {
     return value;
 }
 
-// Folds n stripes; with `scramble` they are a whole block.
-using Fold = void (*)(uint64_t* lanes, const uint8_t* data, const uint8_t* secret, size_t n, bool scramble);
+// Folds stripes: whole blocks, each of which ends with a scramble, or n stripes of the last one (n_blocks = 0).
+using Fold = void (*)(uint64_t* lanes, const uint8_t* data, const uint8_t* secret, size_t n_blocks, size_t n);
 
-void fold_portable(uint64_t* lanes, const uint8_t* data, const uint8_t* secret, size_t n, bool scramble) {
-    for (size_t s = 0; s < n; ++s, data += kStripe)
-        for (size_t i = 0; i < 8; ++i) {
-            const uint64_t value = word(data + 8 * i);
-            const uint64_t keyed = value ^ word(secret + 8 * (s + i));
-            lanes[i ^ 1] += value;
-            lanes[i] += (keyed & 0xFFFFFFFF) * (keyed >> 32);
+void fold_portable(uint64_t* lanes, const uint8_t* data, const uint8_t* secret, size_t n_blocks, size_t n) {
+    for (size_t b = 0; b < std::max<size_t>(n_blocks, 1); ++b) {
+        for (size_t s = 0; s < (n_blocks ? kStripes : n); ++s, data += kStripe)
+            for (size_t i = 0; i < 8; ++i) {
+                const uint64_t value = word(data + 8 * i);
+                const uint64_t keyed = value ^ word(secret + 8 * (s + i));
+                lanes[i ^ 1] += value;
+                lanes[i] += (keyed & 0xFFFFFFFF) * (keyed >> 32);
+            }
+        for (size_t i = 0; n_blocks && i < 8; ++i) {
+            const uint64_t lane = lanes[i];
+            lanes[i] = (lane ^ lane >> 47 ^ word(kSecret + kScramble + 8 * i)) * kPrime32;
         }
-    if (!scramble) return;
-    for (size_t i = 0; i < 8; ++i) {
-        const uint64_t lane = lanes[i];
-        lanes[i] = (lane ^ lane >> 47 ^ word(kSecret + kScramble + 8 * i)) * kPrime32;
     }
 }
 
 #if defined(__x86_64__)
 
-[[gnu::target("avx2")]] void fold_avx2(uint64_t* lanes, const uint8_t* data, const uint8_t* secret, size_t n,
-                                       bool scramble) {
+// The lanes stay in registers over all blocks: written as words and read as vectors they would wait for the store queue.
+[[gnu::target("avx2")]] void fold_avx2(uint64_t* lanes, const uint8_t* data, const uint8_t* secret, size_t n_blocks,
+                                       size_t n) {
     __m256i sums[2];
     for (int half = 0; half < 2; ++half) sums[half] = _mm256_load_si256(reinterpret_cast<__m256i*>(lanes) + half);
-    for (size_t s = 0; s < n; ++s, data += kStripe)
-        for (int half = 0; half < 2; ++half) {
-            const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data) + half);
-            const __m256i key = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(secret + 8 * s) + half);
-            const __m256i keyed = _mm256_xor_si256(value, key);
-            const __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
-            const __m256i swapped = _mm256_shuffle_epi32(value, 0x4E);
-            sums[half] = _mm256_add_epi64(sums[half], _mm256_add_epi64(product, swapped));
+    const __m256i prime = _mm256_set1_epi64x(static_cast<int64_t>(kPrime32));
+    for (size_t b = 0; b < std::max<size_t>(n_blocks, 1); ++b) {
+        for (size_t s = 0; s < (n_blocks ? kStripes : n); ++s, data += kStripe)
+            for (int half = 0; half < 2; ++half) {
+                const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data) + half);
+                const __m256i key = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(secret + 8 * s) + half);
+                const __m256i keyed = _mm256_xor_si256(value, key);
+                const __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
+                const __m256i swapped = _mm256_shuffle_epi32(value, 0x4E);
+                sums[half] = _mm256_add_epi64(sums[half], _mm256_add_epi64(product, swapped));
+            }
+        for (int half = 0; n_blocks && half < 2; ++half) {
+            const __m256i key = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kSecret + kScramble) + half);
+            const __m256i mixed =
+                _mm256_xor_si256(_mm256_xor_si256(sums[half], _mm256_srli_epi64(sums[half], 47)), key);
+            const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);
+            sums[half] = _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(high, 32));
         }
+    }
     for (int half = 0; half < 2; ++half) _mm256_store_si256(reinterpret_cast<__m256i*>(lanes) + half, sums[half]);
-    if (scramble) fold_portable(lanes, data, secret, 0, true);
 }
 
-[[gnu::target("avx512f")]] void fold_avx512(uint64_t* lanes, const uint8_t* data, const uint8_t* secret, size_t n,
-                                            bool scramble) {
+[[gnu::target("avx512f")]] void fold_avx512(uint64_t* lanes, const uint8_t* data, const uint8_t* secret,
+                                            size_t n_blocks, size_t n) {
     constexpr __mmask8 kEach = 0xFF;
     constexpr __mmask16 kAll = 0xFFFF;  // without a mask GCC 12 warns of its own header
     __m512i sums = _mm512_load_si512(lanes);
-    for (size_t s = 0; s < n; ++s, data += kStripe) {
-        const __m512i value = _mm512_loadu_si512(data);
-        const __m512i keyed = _mm512_xor_si512(value, _mm512_loadu_si512(secret + 8 * s));
-        const __m512i product = _mm512_maskz_mul_epu32(kEach, keyed, _mm512_maskz_srli_epi64(kEach, keyed, 32));
-        const __m512i swapped = _mm512_maskz_shuffle_epi32(kAll, value, _MM_PERM_BADC);
-        sums = _mm512_add_epi64(sums, _mm512_add_epi64(product, swapped));
+    const __m512i prime = _mm512_set1_epi64(static_cast<int64_t>(kPrime32));
+    const __m512i last = _mm512_loadu_si512(kSecret + kScramble);
+    for (size_t b = 0; b < std::max<size_t>(n_blocks, 1); ++b) {
+        for (size_t s = 0; s < (n_blocks ? kStripes : n); ++s, data += kStripe) {
+            const __m512i value = _mm512_loadu_si512(data);
+            const __m512i keyed = _mm512_xor_si512(value, _mm512_loadu_si512(secret + 8 * s));
+            const __m512i product = _mm512_maskz_mul_epu32(kEach, keyed, _mm512_maskz_srli_epi64(kEach, keyed, 32));
+            const __m512i swapped = _mm512_maskz_shuffle_epi32(kAll, value, _MM_PERM_BADC);
+            sums = _mm512_add_epi64(sums, _mm512_add_epi64(product, swapped));
+        }
+        if (!n_blocks) break;
+        const __m512i mixed = _mm512_xor_si512(_mm512_xor_si512(sums, _mm512_maskz_srli_epi64(kEach, sums, 47)), last);
+        const __m512i high = _mm512_maskz_mul_epu32(kEach, _mm512_maskz_srli_epi64(kEach, mixed, 32), prime);
+        sums = _mm512_add_epi64(_mm512_maskz_mul_epu32(kEach, mixed, prime), _mm512_maskz_slli_epi64(kEach, high, 32));
     }
     _mm512_store_si512(lanes, sums);
-    if (scramble) fold_portable(lanes, data, secret, 0, true);
 }
 
 Fold fold() {
@@ -121,8 +140,7 @@ uint64_t merged(const uint64_t* lanes, const uint8_t* secret, uint64_t sum) {
 }  // namespace
 
 void Xxh3::blocks(const uint8_t* data, size_t n) {
-    const Fold fold_stripes = fold();
-    for (size_t i = 0; i < n; ++i) fold_stripes(lanes_, data + i * kBlock, kSecret, kStripes, true);
+    if (n) fold()(lanes_, data, kSecret, n, 0);
     length_ += n * kBlock;
 }
 
@@ -130,8 +148,8 @@ void Xxh3::finish(const uint8_t* data, size_t bytes, uint8_t digest[kDigest]) {
     const size_t whole = (bytes - 1) / kBlock;  // the last block, whole or not, is not scrambled
     blocks(data, whole);
     const uint8_t* rest = data + whole * kBlock;
-    fold()(lanes_, rest, kSecret, (bytes - 1 - whole * kBlock) / kStripe, false);
-    fold()(lanes_, data + bytes - kStripe, kSecret + kLast, 1, false);
+    fold()(lanes_, rest, kSecret, 0, (bytes - 1 - whole * kBlock) / kStripe);
+    fold()(lanes_, data + bytes - kStripe, kSecret + kLast, 0, 1);
     length_ += bytes - whole * kBlock;
     const uint64_t low = merged(lanes_, kSecret + kLow, length_ * kPrime1);
     const uint64_t high = merged(lanes_, kSecret + kHigh, ~(length_ * kPrime2));

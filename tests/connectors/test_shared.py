@@ -14,6 +14,7 @@ import pytest
 from tiers.file_systems import mounted
 from tiers.pieces import PATIENCE, one_group
 from tiers.shared_pieces import MODEL, shared
+from tiers.stamp_engine import GEOMETRY, engine, text
 
 from kvcache.connectors import pool_chunks
 from kvcache.connectors.shared import SharedConnector
@@ -205,6 +206,24 @@ def test_bookkeeping_is_below_one_percent_of_the_pages() -> None:
     for page_bytes, slots in ((16 << 10, 1000), (16 << 10, 10**6), (1 << 20, 100)):
         tables = tables_bytes([slots], [page_bytes])
         assert tables <= 0.01 * slots * page_bytes + 8192
+
+
+def test_an_engine_finds_what_another_computed(tmp_path: Path) -> None:
+    """Prompt, output and states, every byte compared; and both go on together."""
+    setup = Setup(geometry=GEOMETRY, pages=(64, 64))
+    with (
+        engine(connector=shared(setup, tmp_path)) as one,
+        engine(connector=shared(setup, tmp_path)) as other,
+    ):
+        first = one.serve(text(0, 41), output=8)
+        hit = other.serve([*first.tokens, *text(1, 8)]).hits[0]
+        assert (hit.device_tokens, hit.hit_tokens) == (0, 48)
+        assert other.serve(text(0, 41), salt="x").hits[0].hit_tokens == 0
+        for seed in range(6):
+            (one, other)[seed % 2].serve(text(seed % 3, 40))
+        for e in (one, other):
+            e.assert_idle()
+            assert e.offload.stats().loaded_pages > 0
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -34,9 +34,9 @@ HOST = [
         (CHUNKS + "a_slot_may_be_written_if_its_bytes_were_made_ready_and_each_was_once",),
     ),
     Mutant(
-        "memory goes while a chunk is made ready",
+        "memory is made ready after the end",
         "connectors/pool_chunks.py",
-        "        if not self.wait(CLOSE_SECONDS):\n            return False\n",
+        '            if self._stop.is_set():\n                return "the pool is closed"\n',
         "",
         (CHUNKS + "closing_ends_the_thread_between_two_chunks",),
     ),
