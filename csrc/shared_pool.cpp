@@ -14,6 +14,7 @@ constexpr uint32_t kVersion = 1;
 constexpr int64_t kPageAlign = 4096;
 constexpr int32_t kNone = -1;
 constexpr int64_t kMostCount = UINT16_MAX;
+constexpr int64_t kSlotsAtOnce = 1 << 14;      // looked through under one lock: about a millisecond
 constexpr long kLockNanoseconds = 50'000'000;  // a process that was stopped in the middle of a change is not waited for
 
 using L = long long;
@@ -291,15 +292,21 @@ void SharedPool::rebuild(SharedGroup& g) {
     for (const int32_t i : cached) append(g, i);
 }
 
+// In parts, so that nobody has to wait for all of them. KVC_BUSY: some parts are done, and done again the next time.
 int32_t SharedPool::forget(int user) {
-    return locked([&] {
-        const uint64_t bit = uint64_t{1} << user;
-        for (int64_t group = 0; group < head().groups; ++group) {
-            SharedGroup& g = group_of(group);
-            for (auto i = static_cast<int32_t>(g.created); i-- > 0;) let_go(g, i, bit);
+    const uint64_t bit = uint64_t{1} << user;
+    for (int64_t group = 0; base_ && group < groups(); ++group)
+        for (int64_t end = group_of(group).slots; end > 0; end -= kSlotsAtOnce) {
+            const auto status = locked([&] {
+                SharedGroup& g = group_of(group);
+                for (auto i = static_cast<int32_t>(std::min(end, g.created));
+                     i-- > std::max<int64_t>(end - kSlotsAtOnce, 0);)
+                    let_go(g, i, bit);
+                return KVC_OK;
+            });
+            if (status) return status;
         }
-        return KVC_OK;
-    });
+    return KVC_OK;
 }
 
 // ---- calls ----------------------------------------------------------------------------------------------------------
@@ -319,14 +326,34 @@ uint64_t SharedPool::version(int64_t group) const {
     return std::atomic_ref(const_cast<uint64_t&>(group_of(group).version)).load(std::memory_order_relaxed);
 }
 
+// visit(i, slot or kNone), in order. What the next keys read is on its way meanwhile.
+template <typename Visit>
+void SharedPool::each_key(SharedGroup& g, const uint8_t* space, const uint8_t* digests, int64_t stride, int64_t n,
+                          Visit&& visit) {
+    constexpr int64_t kInFlight = 16;
+    SharedName names[kInFlight];
+    uint64_t hashes[kInFlight];
+    for (int64_t first = 0; first < n; first += kInFlight) {
+        const int64_t some = std::min(kInFlight, n - first);
+        for (int64_t i = 0; i < some; ++i) {
+            names[i] = name_of(space, digests + (first + i) * stride);
+            hashes[i] = hash(names[i]);
+            __builtin_prefetch(&places(g)[home(g, hashes[i])]);
+        }
+        for (int64_t i = 0; i < some; ++i)
+            if (const uint32_t slot = places(g)[home(g, hashes[i])].slot) {
+                const auto* line = reinterpret_cast<const uint8_t*>(&slots(g)[slot - 1]);
+                __builtin_prefetch(line);
+                __builtin_prefetch(line + 64);
+            }
+        for (int64_t i = 0; i < some; ++i) visit(first + i, find(g, names[i], hashes[i]));
+    }
+}
+
 int32_t SharedPool::present(int64_t group, const uint8_t* space, const uint8_t* digests, int64_t stride, int64_t n,
                             uint8_t* out) {
     return locked([&] {
-        SharedGroup& g = group_of(group);
-        for (int64_t i = 0; i < n; ++i) {
-            const SharedName name = name_of(space, digests + i * stride);
-            out[i] = find(g, name, hash(name)) != kNone;
-        }
+        each_key(group_of(group), space, digests, stride, n, [&](int64_t i, int32_t slot) { out[i] = slot != kNone; });
         return KVC_OK;
     });
 }
@@ -335,14 +362,13 @@ int32_t SharedPool::acquire(int64_t group, const uint8_t* space, const uint8_t* 
                             int32_t* out) {
     return locked([&] {
         SharedGroup& g = group_of(group);
-        for (int64_t i = 0; i < n; ++i) {
-            const SharedName name = name_of(space, digests + i * stride);
-            const int32_t slot = find(g, name, hash(name));
+        const auto& counts = counts_[static_cast<size_t>(group)];
+        each_key(g, space, digests, stride, n, [&](int64_t i, int32_t slot) {
             out[i] = kNone;
-            if (slot == kNone || counts_[static_cast<size_t>(group)][static_cast<size_t>(slot)] == kMostCount) continue;
+            if (slot == kNone || counts[static_cast<size_t>(slot)] == kMostCount) return;
             hold(g, group, slot);
             out[i] = slot;
-        }
+        });
         return KVC_OK;
     });
 }

@@ -126,6 +126,9 @@ class SharedPool {
 
     template <typename Body>
     int32_t locked(Body&& body);
+    template <typename Visit>
+    void each_key(SharedGroup& g, const uint8_t* space, const uint8_t* digests, int64_t stride, int64_t n,
+                  Visit&& visit);
     int32_t check_slots(int64_t group, const int32_t* slots, int64_t n) const;
     uint64_t hash(const SharedName& name) const;
     int32_t find(SharedGroup& g, const SharedName& name, uint64_t hash);
