@@ -145,6 +145,18 @@ class SharedScheduler(PoolScheduler):
         )
         self._numbers = SpaceNumbers()
 
+        self._region = region
+
+    @property
+    def busy_calls(self) -> int:
+        """Calls that another process, stopped in the middle of a change, kept from being made."""
+        return self._region.tables.busy
+
+    @property
+    def repairs(self) -> int:
+        """How often the tables were made anew after a death in the middle of a change."""
+        return max(pool.shared_stats().recoveries for pool in self._region.tables.pools)
+
     def _names(self, items: NDArray[np.void], parts: list[Part]) -> NDArray[np.uint8]:
         return names_of(items, parts)
 

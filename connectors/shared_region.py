@@ -18,7 +18,6 @@ import mmap
 import os
 import re
 import secrets
-import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -80,6 +79,8 @@ class SharedRegion:
         self._mapping: mmap.mmap | None = None
         tables, offsets, total = _laid_out(slots, page_bytes)
         self.tables_bytes, self.mapped_bytes = tables, total
+        if lock:
+            require_lockable(setting, total - tables)
         try:
             _own(self._folder)
             with locked(self._folder / "lock", OPEN_SECONDS):
@@ -99,8 +100,6 @@ class SharedRegion:
             PageRegion(base + at, size, count)
             for at, size, count in zip(offsets, page_bytes, slots, strict=True)
         )
-        if lock:
-            require_lockable(setting, total - tables)
         memory = self._memory
 
         def make_ready(address: int, size_bytes: int) -> None:
@@ -122,11 +121,11 @@ class SharedRegion:
         layout: bytes,
         seed: int | None,
     ) -> None:
-        fresh = not self.path.exists()
+        fresh = not os.path.lexists(self.path / "region")
         if fresh:
             require_file_space(setting, self._folder, self.mapped_bytes)
             require_memory(setting, self.mapped_bytes)
-            self.path.mkdir(mode=0o700)
+            self.path.mkdir(mode=0o700, exist_ok=True)
         _own(self.path)
         self.user = self._be_a_user()
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -189,8 +188,8 @@ class SharedRegion:
     def _remove_stale(self) -> None:
         """Regions of this folder that no living process uses."""
         for entry in list(self._folder.iterdir()):
-            if entry.is_dir() and not entry.is_symlink() and not _is_used(entry):
-                shutil.rmtree(entry, ignore_errors=True)
+            if _is_region(entry) and not _is_used(entry):
+                _remove(entry)
 
     def bury(self) -> int:
         """Takes back what dead users hold. How many there were. For the copying thread."""
@@ -225,7 +224,7 @@ class SharedRegion:
             with suppress(OSError):
                 (self.path / f"user-{self.user}").unlink()
             if not _is_used(self.path):
-                shutil.rmtree(self.path, ignore_errors=True)
+                _remove(self.path)
         if idle:
             self._drop()
 
@@ -270,6 +269,22 @@ def _require_own(about: os.stat_result, path: Path) -> None:
             f" user {os.geteuid()}'s alone (chmod go-rwx), as who may write there can give wrong"
             " bytes; give another folder or name"
         )
+
+
+def _is_region(path: Path) -> bool:
+    """A folder with the files of a region, and no others: whatever else somebody keeps here stays."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    names = {entry.name for entry in path.iterdir()}
+    return "region" in names and all(n == "region" or _USER.fullmatch(n) for n in names)
+
+
+def _remove(path: Path) -> None:
+    """Whoever has it mapped keeps the memory."""
+    with suppress(OSError):
+        for entry in list(path.iterdir()):
+            entry.unlink()
+        path.rmdir()
 
 
 def _users(path: Path) -> Iterator[tuple[int, Path]]:

@@ -83,7 +83,7 @@ def test_only_the_chosen_verb_is_imported() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.splitlines()[-1] == str(
-        [f"kvcache.commands.{m}" for m in ("doctor", "output", "preflight")]
+        [f"kvcache.commands.{m}" for m in ("doctor", "numbers", "output", "preflight")]
     )
 
 

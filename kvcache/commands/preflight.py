@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from kvcache.core import host_limits, host_memory
@@ -89,18 +91,15 @@ def measure() -> HostMemory:
 
 def refusals(pool_bytes: int) -> list[str]:
     """What would refuse a host pool of this size: private, shared, locked. One line each."""
-    checks = (
-        ("--pool", lambda name: host_limits.require_memory(name, pool_bytes)),
-        (
-            "--pool (shared)",
-            lambda name: host_limits.require_file_space(name, Path(SHM), pool_bytes),
-        ),
-        ("--pool (locked)", lambda name: host_limits.require_lockable(name, pool_bytes)),
+    checks: tuple[Callable[[], None], ...] = (
+        partial(host_limits.require_memory, "--pool", pool_bytes),
+        partial(host_limits.require_file_space, "--pool (shared)", Path(SHM), pool_bytes),
+        partial(host_limits.require_lockable, "--pool (locked)", pool_bytes),
     )
     lines = []
-    for name, check in checks:
+    for check in checks:
         try:
-            check(name)
+            check()
         except (ConfigError, OSError) as error:
             lines.append(str(error))
     return lines

@@ -125,7 +125,7 @@ class SharedTables:
         self._until = 0.0
         self._using = threading.Lock()
         self._detached = False
-        self.pools: list[PagePool] = [SharedPool(self, group, n) for group, n in enumerate(slots)]
+        self.pools = [SharedPool(self, group, n) for group, n in enumerate(slots)]
 
     # ---- for the pools -------------------------------------------------------------------------
 

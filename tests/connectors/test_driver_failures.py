@@ -136,12 +136,12 @@ def test_a_late_load_gives_the_request_back_and_keeps_its_pages_away() -> None:
         gate()
         native_copy(*args)
 
-    with engine(copy=copy, deadline_seconds=0.02) as e:
+    with engine(copy=copy, deadline_seconds=0.3) as e:
         prompt = text(0, 21)
         e.offload._scheduler._deadline_seconds = PATIENCE  # type: ignore[attr-defined]
         e.serve(prompt)
         e.manager.clear()
-        e.offload._scheduler._deadline_seconds = 0.02  # type: ignore[attr-defined]
+        e.offload._scheduler._deadline_seconds = 0.3  # type: ignore[attr-defined]
         gate.shut()
         handle = e.open(prompt)
         e.step()

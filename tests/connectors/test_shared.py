@@ -174,6 +174,24 @@ def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
         assert (made / "region" / "region").stat().st_mode & 0o777 == 0o600
 
 
+def test_what_else_lies_in_the_folder_stays(tmp_path: Path) -> None:
+    """Only what is a region, and nothing but that, is taken for a stale one."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "region").write_text("of France")
+    (tmp_path / "mine" / "thesis").write_text("chapter 1")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "region").mkdir(mode=0o700)  # its maker died before it began
+    (tmp_path / "stale").mkdir()
+    (tmp_path / "stale" / "region").write_text("")
+    (tmp_path / "stale" / "user-3").write_text("")
+    with rig(lambda s: shared(s, tmp_path)) as r:
+        r.store(chain("a", 2))
+        assert not (tmp_path / "stale").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "empty", "file", "lock"}
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {"region", "thesis"}
+
+
 @pytest.mark.parametrize("name", ["", "..", "a/b", "x" * 65, "-a", "a\n"])
 def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"SharedConnector.name is"):

@@ -57,9 +57,16 @@ HOST = [
     Mutant(
         "regions in use are removed",
         "connectors/shared_region.py",
-        "            if entry.is_dir() and not entry.is_symlink() and not _is_used(entry):",
-        "            if entry.is_dir() and not entry.is_symlink():",
+        "            if _is_region(entry) and not _is_used(entry):",
+        "            if _is_region(entry):",
         (SHARED + "what_one_stores_all_find_at_once",),
+    ),
+    Mutant(
+        "whatever lies beside regions is taken for one",
+        "connectors/shared_region.py",
+        '    return "region" in names and all(n == "region" or _USER.fullmatch(n) for n in names)',
+        '    return "region" in names',
+        (SHARED + "what_else_lies_in_the_folder_stays",),
     ),
     Mutant(
         "the last user leaves the region behind",
