@@ -95,7 +95,7 @@ def test_random_steps_leak_no_block(
             if (
                 step % 11 == 0 and r.offload is not None
             ):  # now and then all that was copied is there
-                assert r.offload.drain(DRAIN_SECONDS)
+                assert r.offload.drain(DRAIN_SECONDS) or r.manager.stats().frozen
             if step % 97 == 0:
                 r.manager.check()
         play.take(list(r.engine.stream()))
