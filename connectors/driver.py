@@ -290,6 +290,8 @@ class Offload:
     def drain(self, timeout_seconds: float) -> bool:
         """Store what has a key and wait until nothing is in flight. False: the time was over.
 
+        Also False, at once when nothing is in flight, where the oldest request waits for space: no
+        store begins then, and what waits for its turn would wait for the engine's next step.
         A tier made of several has all of it in the last one then. Results of loads stay for the
         next `poll`.
         """
@@ -298,6 +300,8 @@ class Offload:
         while len(self._loads) or len(self._stores) or self._stores.waiting:
             remaining = end - time.monotonic()
             if remaining <= 0:
+                return False
+            if self._stores.blocked and not (len(self._loads) or len(self._stores)):
                 return False
             idle = not (self._loads.in_flight or len(self._stores))
             self._wait(min(remaining, RETRY_SECONDS) if idle else remaining)

@@ -75,6 +75,11 @@ class Stores:
         return len(self._backlog)
 
     @property
+    def blocked(self) -> bool:
+        """Whether pages wait that cannot be stored now: the oldest request waits for space."""
+        return len(self._backlog) > 0 and bool(self._manager.stats().frozen)
+
+    @property
     def held_pages(self) -> int:
         """Device pages that stores in flight hold."""
         return sum(map(len, self._stores.values()))

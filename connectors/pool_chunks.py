@@ -86,10 +86,13 @@ class PoolChunks:
     def ensure(self, group: int, slots: NDArray[np.int32]) -> tuple[NDArray[np.bool_], str]:
         """For each slot whether it may be written, and why not. Waits for its chunk, not for others."""
         chunks = slots // self._slots[group]
+        good: NDArray[np.bool_] = self._ready[group][chunks]
+        if good.all():
+            return good, ""
         error = ""
         for chunk in np.unique(chunks[~self._ready[group][chunks]]).tolist():
             error = self._prepare(group, chunk) or error
-        good: NDArray[np.bool_] = self._ready[group][chunks]
+        good = self._ready[group][chunks]
         return good, error
 
     def _prepare(self, group: int, chunk: int) -> str:

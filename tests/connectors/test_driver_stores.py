@@ -148,3 +148,25 @@ def test_pages_that_close_finds_waiting_are_counted_as_dropped(
         assert waiting > 0
         assert e.offload.close(PATIENCE)
         assert e.offload.stats().dropped_store_pages == waiting
+
+
+def test_drain_does_not_wait_for_stores_that_cannot_begin() -> None:
+    """The oldest request waits for space, pages wait for their turn: only a step helps."""
+    with engine(slabs=7) as e:
+        submit = e.offload._worker.submit
+        e.offload._worker.submit = lambda _: False  # type: ignore[method-assign]
+        handles = [e.open(text(seed, 33), output=12) for seed in range(3)]
+        for _ in range(60):
+            e.step()
+            if e.manager.stats().frozen:
+                break
+        assert e.manager.stats().frozen
+        assert e.offload._stores.waiting
+        assert not e.offload.drain(1e5)
+        e.offload._worker.submit = submit  # type: ignore[method-assign]
+        for handle in handles[1:]:
+            if handle in e.requests:
+                e.close(handle, "abort")
+        e.run(handles[0])
+        assert e.offload.drain(PATIENCE)
+        e.assert_idle()
