@@ -2,64 +2,60 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.connectors.base import (
-    Connector,
-    Direction,
-    PageRegion,
-    TierWorker,
-    Transfer,
-    TransferResult,
-)
-from kvcache.connectors.copy_thread import CopyThread, Moved
+from kvcache.connectors.base import Connector, Direction, PageRegion
+from kvcache.connectors.copy_thread import Moved
 from kvcache.connectors.host_pool import HostPool
+from kvcache.connectors.host_worker import HostBatch, HostWorker
 from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.connectors.region_copy import native_copy
-from kvcache.connectors.settings import (
-    require_regions,
-    require_seconds,
-    require_whole,
-    slots_of_groups,
-)
-from kvcache.core.errors import ConfigError, MisuseError
+from kvcache.connectors.settings import require_seconds, require_whole, slots_of_groups
+from kvcache.connectors.slots_aside import NO_SPACE
+from kvcache.core.errors import ConfigError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.layout import Geometry
-from kvcache.core.values import flag, index_seed, shown
+from kvcache.core.values import flag, index_seed, shown, whole
 
 DEFAULT_BATCH_BYTES = 16 << 20
 """About 2 ms of copying: how fine deadlines are, and how long a load waits for a store."""
-
-CLOSE_SECONDS = 5.0
 
 CopyFunction = Callable[[PageRegion, PageRegion, NDArray[np.int32], NDArray[np.int32]], None]
 """`(source, target, source_pages, target_pages)`: copies pair by pair; all or an exception."""
 
 
-class Batch(NamedTuple):
-    """What is copied in one go: a bounded number of bytes of one group."""
+class _CpuMover:
+    """Copies between device pages and the slots of a pool, which it owns."""
 
-    source: PageRegion
-    target: PageRegion
-    source_pages: NDArray[np.int32]
-    target_pages: NDArray[np.int32]
-    items: NDArray[np.intp]
-    """Indices into the transfer."""
+    def __init__(self, pool: HostPool, copy: CopyFunction) -> None:
+        self._pool = pool
+        self._copy = copy
+
+    def move(self, batch: HostBatch, pages: PageRegion) -> Moved:
+        """Stores go only where memory is ready: what has none fails, the rest is copied."""
+        slots = self._pool.regions[batch.group]
+        if batch.direction is Direction.LOAD:
+            self._copy(slots, pages, batch.slots, batch.pages)
+            return Moved(len(batch.items) * pages.page_bytes)
+        ready, error = self._pool.chunks.ensure(batch.group, batch.slots)
+        self._copy(pages, slots, batch.pages[ready], batch.slots[ready])
+        count = int(ready.sum())
+        why = f"{NO_SPACE}: {len(ready) - count} of {len(ready)} pages: {error}" if error else ""
+        return Moved(count * pages.page_bytes, ready, error=why)
+
+    def attend(self) -> None:
+        """Nothing to attend to."""
+
+    def close(self) -> None:
+        """Unmap."""
+        self._pool.close()
 
 
-class CpuWorker(TierWorker):
-    """Cuts transfers into batches and lets the copy thread run them.
-
-    The host memory is unmapped when the copy thread has ended, by `close` or otherwise.
-
-    Args:
-        groups: names of the geometry's groups, for messages.
-    """
+class CpuWorker(HostWorker):
+    """A `HostWorker` over private memory."""
 
     def __init__(
         self,
@@ -70,95 +66,19 @@ class CpuWorker(TierWorker):
         batch_bytes: int,
         copy: CopyFunction,
     ) -> None:
-        self._groups = tuple(groups)
-        self._slots = pool.regions
-        self._pages: tuple[PageRegion, ...] = ()
-        self._batch_bytes = batch_bytes
-
-        def move(batch: Batch) -> Moved:
-            copy(batch.source, batch.target, batch.source_pages, batch.target_pages)
-            return Moved(len(batch.items) * batch.source.page_bytes)
-
-        self._thread = CopyThread(move, queue_depth=queue_depth, on_exit=pool.close)
-        # Also at interpreter exit: a thread must not copy from memory that is being torn down.
-        self._closing = weakref.finalize(self, self._thread.close, CLOSE_SECONDS)
+        super().__init__(
+            pool.regions,
+            pool.chunks,
+            _CpuMover(pool, copy),
+            groups=groups,
+            queue_depth=queue_depth,
+            batch_bytes=batch_bytes,
+        )
 
     @property
     def slot_regions(self) -> tuple[PageRegion, ...]:
         """The host memory."""
         return self._slots
-
-    def notify(self, call: Callable[[], None]) -> bool:
-        """True: the copy thread calls it."""
-        return self._thread.notify(call)
-
-    def register(self, regions: Sequence[PageRegion]) -> None:
-        """Names the device pages; starts the copy thread."""
-        if self._pages:
-            raise MisuseError("register was called twice: a worker serves one set of device pages")
-        sizes = [slot.page_bytes for slot in self._slots]
-        pages = require_regions(self._groups, sizes, regions, parts=True)
-        if not self._closing.alive:
-            raise MisuseError("register was called after close")
-        self._pages = pages
-        self._thread.start()
-
-    def submit(self, transfer: Transfer) -> bool:
-        """Items that name no existing page or slot fail; the rest is queued. O(items)."""
-        if not self._pages:
-            raise MisuseError("submit was called before register named the device pages")
-        good = self._valid(transfer)
-        bad = int(len(good) - good.sum())
-        error = f"BadItem: {bad} of {len(good)} items name no page or no slot" if bad else ""
-        return self._thread.submit(transfer, self._batches(transfer, good), error)
-
-    def _valid(self, transfer: Transfer) -> NDArray[np.bool_]:
-        groups, pages, slots = transfer.groups, transfer.pages, transfer.slots
-        good = (groups >= 0) & (groups < len(self._slots)) & (pages >= 0) & (slots >= 0)
-        known = np.where(good, groups, 0)
-        page_counts = np.array([r.pages for r in self._pages])
-        slot_counts = np.array([r.pages for r in self._slots])
-        valid: NDArray[np.bool_] = (
-            good & (pages < page_counts[known]) & (slots < slot_counts[known])
-        )
-        return valid
-
-    def _batches(self, transfer: Transfer, good: NDArray[np.bool_]) -> list[Batch]:
-        batches = []
-        for group, (pages, slots) in enumerate(zip(self._pages, self._slots, strict=True)):
-            rows = np.flatnonzero(good & (transfer.groups == group))
-            step = max(1, self._batch_bytes // pages.page_bytes)
-            for first in range(0, len(rows), step):
-                items = rows[first : first + step]
-                ids = transfer.pages[items], transfer.slots[items].astype(np.int32)
-                if transfer.direction is Direction.STORE:
-                    batches.append(Batch(pages, slots, *ids, items))
-                else:
-                    batches.append(Batch(slots, pages, *ids[::-1], items))
-        return batches
-
-    def poll(self) -> list[TransferResult]:
-        """Results since the last call."""
-        return self._thread.poll()
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Until there is a result, or the time is over."""
-        return self._thread.wait(timeout_seconds)
-
-    def stop(self) -> None:
-        """Ends what is queued."""
-        self._thread.stop()
-
-    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> bool:
-        """Ends every transfer; `poll` still gives their results.
-
-        A copy that does not end within the timeout keeps the host memory mapped until it does; the
-        interpreter's exit waits for it once more.
-        """
-        closed = self._thread.close(timeout_seconds)
-        if closed:
-            self._closing.detach()
-        return closed
 
 
 class CpuConnector(Connector):
@@ -173,11 +93,19 @@ class CpuConnector(Connector):
         state_interval_tokens: for `split_bytes`: tokens between two stored recurrent states.
         batch_bytes: copied between two looks at queue and deadline.
         events: whether `Offload.take_events` will be read: what becomes visible here and what goes.
+        huge_pages: True: reserved ones (`vm.nr_hugepages`); False: none; None: reserved ones where
+            they are enough, else transparent ones where the kernel has them.
+        numa_node: where the memory is to come from, as long as there is some; None: wherever.
+        lock: keep it from being swapped, within RLIMIT_MEMLOCK.
         copy: replaces the native copy; for tests.
         seed: of the hash functions of its indexes; None: random ones, as in `Manager`.
 
     Raises:
-        ConfigError: a size that is not above 0, or more than the machine or control group has.
+        ConfigError: a size that is not above 0, or more than a limit leaves: of the machine, a
+            control group, huge pages, a NUMA node, locked memory.
+
+    Memory is made ready in the background from `register` on (`worker.chunks`); the tier may be
+    used at once.
     """
 
     __slots__ = ()
@@ -192,6 +120,9 @@ class CpuConnector(Connector):
         deadline_seconds: float = 30.0,
         state_interval_tokens: int = 1024,
         batch_bytes: int = DEFAULT_BATCH_BYTES,
+        huge_pages: bool | None = None,
+        numa_node: int | None = None,
+        lock: bool = False,
         events: bool = False,
         copy: CopyFunction = native_copy,
         seed: int | None = None,
@@ -199,6 +130,11 @@ class CpuConnector(Connector):
         if not isinstance(geometry, Geometry):
             raise ConfigError(f"geometry is {shown(geometry)}: give a Geometry")
         events, seed = flag(events, "CpuConnector.events"), index_seed(seed, "CpuConnector.seed")
+        lock = flag(lock, "CpuConnector.lock")
+        if huge_pages is not None:
+            huge_pages = flag(huge_pages, "CpuConnector.huge_pages")
+        if numa_node is not None:
+            numa_node = whole(numa_node, "CpuConnector.numa_node", least=0)
         require_whole("CpuConnector.queue_depth", queue_depth)
         require_whole("CpuConnector.batch_bytes", batch_bytes)
         require_seconds("CpuConnector.deadline_seconds", deadline_seconds)
@@ -211,7 +147,9 @@ class CpuConnector(Connector):
             state_interval_tokens=state_interval_tokens,
             slot_bytes=sizes,
         )
-        pool = HostPool(sizes, slots, setting=setting)
+        pool = HostPool(
+            sizes, slots, setting=setting, huge_pages=huge_pages, numa_node=numa_node, lock=lock
+        )
         super().__init__(
             name="cpu",
             scheduler=PoolScheduler(

@@ -18,7 +18,13 @@ from kvcache.connectors.disk_format import layout_text
 from kvcache.connectors.disk_news import DiskNews
 from kvcache.connectors.disk_scheduler import DiskScheduler
 from kvcache.connectors.disk_worker import DiskWorker
-from kvcache.connectors.settings import require_seconds, require_whole, slots_of_groups
+from kvcache.connectors.settings import (
+    folder_path,
+    require_fingerprint,
+    require_seconds,
+    require_whole,
+    slots_of_groups,
+)
 from kvcache.core.errors import ConfigError
 from kvcache.core.events.records import MEDIUM_STORAGE
 from kvcache.core.hashing import Fingerprint
@@ -87,7 +93,7 @@ class DiskConnector(Connector):
     ) -> None:
         if not isinstance(geometry, Geometry):
             raise ConfigError(f"geometry is {shown(geometry)}: give a Geometry")
-        _require_identity(fingerprint)
+        require_fingerprint("DiskConnector", fingerprint)
         events, seed = flag(events, "DiskConnector.events"), index_seed(seed, "DiskConnector.seed")
         durable = flag(durable, "DiskConnector.durable")
         if direct is not None:
@@ -107,7 +113,7 @@ class DiskConnector(Connector):
             slot_bytes=file_bytes,
         )
         role = text(layout, "DiskConnector.layout")
-        root = _path(folder)
+        root = folder_path("DiskConnector", folder)
         opened = DiskFolder(
             root,
             text=layout_text(geometry, fingerprint, role),
@@ -155,27 +161,6 @@ class DiskConnector(Connector):
 
 def _product(size: int, count: int) -> int:
     return size * count
-
-
-def _path(folder: object) -> Path:
-    path = os.fspath(folder) if isinstance(folder, str | os.PathLike) else ""
-    if not isinstance(path, str) or not path or "\0" in path:
-        raise ConfigError(f"DiskConnector.folder is {shown(folder)}: give the path of a folder")
-    return Path(path)
-
-
-def _require_identity(fingerprint: object) -> None:
-    if not isinstance(fingerprint, Fingerprint):
-        raise ConfigError(
-            f"DiskConnector.fingerprint is {shown(fingerprint)}: give the Fingerprint that the"
-            " Manager has"
-        )
-    if not fingerprint.model:
-        raise ConfigError(
-            "DiskConnector.fingerprint names no model: files outlive this process, so say whose"
-            " they are, as in Fingerprint(model='llama-3-8b', kv_dtype='bfloat16'), and give the"
-            " Manager the same"
-        )
 
 
 def _require_room(setting: str, path: Path, needed: int) -> None:

@@ -11,8 +11,6 @@ file, and the key goes.
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,32 +19,22 @@ from numpy.typing import NDArray
 from kvcache.connectors.base import (
     KeyedPages,
     RequestKeys,
-    TierStats,
     Transfer,
     TransferResult,
 )
 from kvcache.connectors.disk_board import Change
 from kvcache.connectors.disk_folder import FoundPages
 from kvcache.connectors.disk_news import DiskNews
-from kvcache.connectors.pool_records import Part
+from kvcache.connectors.pool_records import Part, named, names_of
 from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.core.errors import InvariantError
 from kvcache.core.hashing import NATIVE_NAMESPACE
-
-NO_SPACE = "NoSpace"
-"""Kind of error of a store that the disk had no room for."""
-
-RETRY_SECONDS = 30.0
-"""After so long a disk that was full is taken to have room again."""
 
 _SLOT_DTYPE = np.dtype([("keyed", "?"), ("name", "u1", 64)])
 
 
 class DiskScheduler(PoolScheduler):
     """`PoolScheduler` whose transfers name files.
-
-    A full disk: the slots that are free then are set aside, so that what is stored next replaces
-    what is old, and come back after `RETRY_SECONDS`.
 
     Args:
         slot_bytes, slots, deadline_seconds, events, seed: as for `PoolScheduler`.
@@ -71,8 +59,6 @@ class DiskScheduler(PoolScheduler):
         self._news = news
         self._slots = [np.zeros(n, _SLOT_DTYPE) for n in slots]
         """The key of each slot that has one: what to remove when it is taken."""
-        self._aside = [np.zeros(0, np.int32) for _ in slots]
-        self._full_until = 0.0
         for group, pages in enumerate(found):
             self._counts.gone_pages += pages.damaged
             self._adopt(group, pages.names)
@@ -92,23 +78,15 @@ class DiskScheduler(PoolScheduler):
     def plan_store(self, pages: KeyedPages) -> tuple[Transfer, NDArray[np.int64]] | None:
         """As `PoolScheduler.plan_store`; files that make room are gone before it is done."""
         self._hear()
-        if self._full_until and time.monotonic() >= self._full_until:
-            self._give_back()
         return super().plan_store(pages)
 
     def _names(self, items: NDArray[np.void], parts: list[Part]) -> NDArray[np.uint8]:
-        names = np.zeros((len(items), 64), np.uint8)
-        for part in parts:
-            names[part.rows] = _named(part.namespace, items["digest"][part.rows])
-        return names
+        return names_of(items, parts)
 
     def complete(self, result: TransferResult) -> None:
-        """As `PoolScheduler.complete`. After a store that found the disk full, room is made."""
+        """As `PoolScheduler.complete`."""
         self._hear()  # what was told before these files were written is about others of their names
-        known = result.id in self._plans
         super().complete(result)
-        if known and not result.late and f"{NO_SPACE}:" in result.error:
-            self._set_aside()
 
     # ---- slots and their files -----------------------------------------------------------------
 
@@ -126,7 +104,7 @@ class DiskScheduler(PoolScheduler):
     ) -> NDArray[np.uint8]:
         published = super()._publish(group, namespace, digests, slots)
         mine = published == 1
-        self._slots[group]["name"][slots[mine]] = _named(namespace, digests[mine])
+        self._slots[group]["name"][slots[mine]] = named(namespace, digests[mine])
         self._slots[group]["keyed"][slots[mine]] = True
         return published
 
@@ -174,50 +152,15 @@ class DiskScheduler(PoolScheduler):
             self._publish(group, namespace, names[rows, 32:], slots[rows])
         self._pools[group].release(slots)
 
-    # ---- a full disk ---------------------------------------------------------------------------
-
-    def _set_aside(self) -> None:
-        self._full_until = time.monotonic() + RETRY_SECONDS
-        for group, pool in enumerate(self._pools):
-            fill = pool.stats()
-            free = pool.take(fill.capacity - fill.cached - fill.held)
-            self._aside[group] = np.concatenate([self._aside[group], free])
-
-    def _give_back(self) -> None:
-        self._full_until = 0.0
-        for pool, slots in zip(self._pools, self._aside, strict=True):
-            pool.release(slots)
-        self._aside = [slots[:0] for slots in self._aside]
-
-    # ---- counts and invariants -----------------------------------------------------------------
-
-    def stats(self) -> TierStats:
-        """As `PoolScheduler.stats`; slots that are set aside hold nothing."""
-        out = super().stats()
-        for slots, slot_bytes in zip(self._aside, self._slot_bytes, strict=True):
-            out.pinned_pages -= len(slots)
-            out.used_bytes -= len(slots) * slot_bytes
-        return out
+    # ---- invariants ----------------------------------------------------------------------------
 
     def check(self) -> None:
         """As `PoolScheduler.check`; and each key has the name of its file."""
         super().check()
         for group, (pool, slots) in enumerate(zip(self._pools, self._slots, strict=True)):
-            keyed, named = pool.stats().keyed, int(slots["keyed"].sum())
-            if keyed != named:
-                raise InvariantError(f"group {group}: {keyed} keys, and the files of {named}")
-
-    def _holders(self) -> list[Counter[int]]:
-        holders = super()._holders()
-        for held, slots in zip(holders, self._aside, strict=True):
-            held.update(slots.tolist())
-        return holders
-
-
-def _named(namespace: bytes, digests: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    names = np.empty((len(digests), 64), np.uint8)
-    names[:, :32], names[:, 32:] = np.frombuffer(namespace, np.uint8), digests
-    return names
+            keyed, files = pool.stats().keyed, int(slots["keyed"].sum())
+            if keyed != files:
+                raise InvariantError(f"group {group}: {keyed} keys, and the files of {files}")
 
 
 def _by_namespace(names: NDArray[np.uint8]) -> list[tuple[bytes, NDArray[np.intp]]]:

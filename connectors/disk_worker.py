@@ -26,9 +26,9 @@ from kvcache.connectors.copy_thread import CopyThread, Moved
 from kvcache.connectors.disk_board import Change
 from kvcache.connectors.disk_folder import DiskFolder
 from kvcache.connectors.disk_news import DiskNews
-from kvcache.connectors.disk_scheduler import NO_SPACE
 from kvcache.connectors.region_copy import PageStage
 from kvcache.connectors.settings import require_regions
+from kvcache.connectors.slots_aside import NO_SPACE
 from kvcache.core.errors import MisuseError
 from kvcache.core.page_files import PageFault
 

@@ -26,8 +26,6 @@ twice) is settled here; the engine only ever sees a request that runs or one tha
 
 from __future__ import annotations
 
-import contextlib
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,11 +34,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connectors.base import (
-    KEYED_DTYPE,
     QUEUE_FULL,
     Connector,
     Direction,
-    KeyedPages,
     PageRegion,
     RequestKeys,
     TierStats,
@@ -49,9 +45,8 @@ from kvcache.connectors.base import (
     failed,
 )
 from kvcache.connectors.event_stream import TierStream
+from kvcache.connectors.offload_loads import Loads
 from kvcache.connectors.offload_records import (
-    Faults,
-    Load,
     Reach,
     hand_back,
     require_alone,
@@ -59,6 +54,7 @@ from kvcache.connectors.offload_records import (
     require_parts,
     take_over,
 )
+from kvcache.connectors.offload_stores import Stores
 from kvcache.core.errors import ConfigError, HandleError, InvariantError, MisuseError
 from kvcache.core.events.records import Event
 from kvcache.core.explanation import Explanation
@@ -66,17 +62,8 @@ from kvcache.core.manager import Manager
 from kvcache.core.records import Grant, Hit
 from kvcache.core.values import shown, wait_seconds, whole
 
-STORE_BYTES = 64 << 20
-"""Most bytes of one store: its device pages are held until all of it is done."""
-
-MAX_STORES = 8
-"""Stores in flight; further pages wait unheld, and are skipped if they are evicted meanwhile."""
-
 MAX_FAILED_LOADS = 3
 """After so many a request is computed without the tier, so that it ends whatever the tier does."""
-
-GRACE_SECONDS = 5.0
-"""After its deadline and so long without a result a load is given up here."""
 
 RETRY_SECONDS = 0.01
 """How often `drain` offers a store again that is refused though none is in flight."""
@@ -92,6 +79,9 @@ class Offload:
         manager: decides about device pages; used by the same thread. Kept as an attribute.
         connector: the tier. `close` closes it.
         regions: memory of the device pages, for each group; must outlive `close`.
+        lazy_bytes: store a page only when the device will soon evict it: so many bytes ahead of
+            eviction (twice what a step writes or a load brings, or more). None: store it when it
+            gets its key.
 
     Raises:
         ConfigError: a manager without a journal or without a bound, or regions that do not cover it.
@@ -101,10 +91,17 @@ class Offload:
     """
 
     def __init__(
-        self, manager: Manager, connector: Connector, regions: Sequence[PageRegion]
+        self,
+        manager: Manager,
+        connector: Connector,
+        regions: Sequence[PageRegion],
+        *,
+        lazy_bytes: int | None = None,
     ) -> None:
         require_parts(manager, connector)
         require_covering(regions, manager.geometry, manager.arena_stats().slabs)
+        if lazy_bytes is not None:
+            lazy_bytes = whole(lazy_bytes, "Offload.lazy_bytes", least=1)
         require_alone(manager)
         self.manager = manager
         self._scheduler = connector.scheduler
@@ -112,22 +109,12 @@ class Offload:
         self._worker.register(regions)
         take_over(manager, self)
         self._stream = TierStream(manager.group_labels(), connector.medium)
-        self._page_bytes = np.array([g.page_bytes for g in manager.geometry.groups], np.int64)
         self._held: dict[int, Reach | None] = {}
         """Requests for which the tier holds something since their lookup; None: of all keys."""
-        self._faults: dict[int, Faults] = {}
-        self._loads: dict[int, Load] = {}
-        self._dropped: list[int] = []
-        """Loads of grants that were never started, of requests that were released since."""
-        self._stores: dict[int, NDArray[np.void]] = {}
-        self._backlog = np.empty(0, KEYED_DTYPE)
-        self._ended: list[tuple[int, bool]] = []
-        self._refused = False
-        """A full queue refused a store; it is first in the backlog until one in flight ends."""
-        self._stored = 0
-        self._gone_pages = 0
+        self._loads = Loads(manager, self._scheduler, self._submit)
+        self._stores = Stores(manager, self._scheduler, self._submit, ahead_bytes=lazy_bytes)
 
-    # ---- loads ---------------------------------------------------------------------------------
+    # ---- lookups -------------------------------------------------------------------------------
 
     def lookup(self, handle: int) -> Hit | None:
         """The longest prefix that device and tier serve together; None: ask again next step.
@@ -136,13 +123,13 @@ class Offload:
         it promised until `start_load` or `release`.
         """
         manager = self.manager
-        namespace, faults = manager.info(handle).namespace, self._faults.get(handle)
+        namespace, faults = manager.info(handle).namespace, self._loads.faults.get(handle)
         if faults is not None and faults.loads >= MAX_FAILED_LOADS:
             return manager.lookup(handle)
         digests = manager.group_digests(handle)
         lengths = [len(rows) for rows in digests]
         reach = self._held.setdefault(handle, None)
-        if reach is not None and reach[:2] == (self._stored, lengths):
+        if reach is not None and reach[:2] == (self._stores.ended, lengths):
             digests = [rows[:n] for rows, n in zip(digests, reach.rows, strict=True)]
         keys = RequestKeys(handle, namespace, digests)
         present = self._scheduler.lookup(keys)
@@ -165,7 +152,7 @@ class Offload:
         if any(flags[n:].any() for flags, n in zip(present, rows, strict=True)):
             digests = [d[:n] for d, n in zip(keys.digests, rows, strict=True)]
             self._scheduler.lookup(keys._replace(digests=digests))  # replaces the pins
-            self._held[keys.request] = Reach(self._stored, lengths, rows)
+            self._held[keys.request] = Reach(self._stores.ended, lengths, rows)
 
     def explain(self, handle: int) -> Explanation:
         """`Manager.explain`, with what the tier holds now though the last lookup did not find it there.
@@ -179,7 +166,7 @@ class Offload:
         manager = self.manager
         keys = RequestKeys(handle, manager.info(handle).namespace, manager.group_digests(handle))
         explanation = manager.explain(handle, elsewhere=self._scheduler.holds(keys))
-        faults = self._faults.get(handle)
+        faults = self._loads.faults.get(handle)
         if faults is None:
             reason = "the tier holds it now, and did not when it was looked up, or was not asked"
         elif faults.loads < MAX_FAILED_LOADS:
@@ -206,23 +193,9 @@ class Offload:
         if not grant.load:
             self._unhold(handle)
             return True
-        if any(load.load == grant.load for load in self._loads.values()):
-            raise MisuseError(f"load {grant.load} was started already: once for each grant")
-        items = self.manager.load_items(grant.load)
-        pages = KeyedPages(items, self.manager.namespaces)
-        transfer = self._scheduler.plan_load(handle, pages)
+        started = self._loads.start(handle, grant.load)
         self._held.pop(handle, None)
-        if grant.load in self._dropped:
-            self._dropped.remove(grant.load)
-        error = self._submit(transfer)
-        if error:
-            self.manager.end_load(grant.load, np.zeros(len(items), np.uint8))
-            if not error.startswith(QUEUE_FULL):
-                self._note_fault(handle, items)
-            return False
-        due = time.monotonic() + transfer.deadline_seconds + GRACE_SECONDS
-        self._loads[transfer.id] = Load(handle, grant.load, items, transfer, due)
-        return True
+        return started
 
     def release(self, handle: int) -> None:
         """Drop what the tier holds for a request: before its preempt, or to drop its lookup.
@@ -232,16 +205,14 @@ class Offload:
         """
         dropped = self._unstarted(whole(handle, "handle"))
         if dropped:
-            self._dropped.append(dropped)
+            self._loads.drop(dropped)
         self._unhold(handle)
-        for load in self._loads.values():
-            if load.handle == handle:
-                load.wanted = False
+        self._loads.leave(handle)
 
     def forget(self, handle: int) -> None:
         """`release`, and nothing is known of the request: before its finish or abort."""
         self.release(handle)
-        self._faults.pop(handle, None)
+        self._loads.faults.pop(handle, None)
 
     def _unstarted(self, handle: int) -> int:
         """The load that was granted to a request after its lookup, and not started; 0: none."""
@@ -251,8 +222,7 @@ class Offload:
             load = self.manager.info(handle).load
         except HandleError:
             return 0
-        known = load in self._dropped or any(it.load == load for it in self._loads.values())
-        return 0 if known else load
+        return 0 if self._loads.knows(load) else load
 
     def _unhold(self, handle: int) -> None:
         if handle in self._held:
@@ -269,65 +239,16 @@ class Offload:
             self._scheduler.complete(failed(transfer, error))
         return error
 
-    def _note_fault(self, handle: int, items: NDArray[np.void]) -> None:
-        faults = self._faults.setdefault(handle, Faults())
-        faults.note(items, self.manager.geometry.block_tokens)
-
-    # ---- stores --------------------------------------------------------------------------------
+    # ---- results -------------------------------------------------------------------------------
 
     def end_of_step(self) -> None:
-        """Store pages that got a key: after `end_step`, `finish` or `preempt` of the manager.
+        """Store pages that got a key, or lazily what goes next: after `end_step`, `finish` or `preempt`.
 
         What a full queue refuses is offered again when a store has ended; what was evicted until
         then, or finds no room in the tier, is skipped and counted. Never waits. Nothing is stored
         while the oldest request waits for space. The copies of `take_moves` must be done before.
         """
-        if self.manager.stats().frozen:
-            return
-        while len(self._stores) < MAX_STORES and not (self._refused and self._stores):
-            if not len(self._backlog):
-                self._backlog = self.manager.take_keyed()
-                if not len(self._backlog):
-                    return
-            sizes = np.cumsum(self._page_bytes[self._backlog["group"]])
-            count = max(1, int(np.searchsorted(sizes, STORE_BYTES, side="right")))
-            chunk, self._backlog = self._backlog[:count], self._backlog[count:]
-            refused = self._store(chunk)
-            self._refused = len(refused) > 0
-            if self._refused:
-                self._backlog = np.concatenate([refused, self._backlog])
-                return
-
-    def _store(self, items: NDArray[np.void]) -> NDArray[np.void]:
-        """Pins what still has its key, stores what the tier wants of it, unpins the rest.
-
-        Returns what a full queue refused, unpinned.
-        """
-        nothing = items[:0]
-        pages = self.manager.pin(items)
-        items, self._gone_pages = items[pages >= 0], self._gone_pages + int((pages < 0).sum())
-        items["page"] = pages[pages >= 0]
-        plan = self._scheduler.plan_store(KeyedPages(items, self.manager.namespaces))
-        if plan is None:
-            self._unpin(items)
-            return nothing
-        transfer, chosen = plan
-        rest = np.ones(len(items), np.bool_)
-        rest[chosen] = False
-        self._unpin(items[rest])
-        error = self._submit(transfer)
-        if not error:
-            self._stores[transfer.id] = items[chosen]
-            return nothing
-        self._unpin(items[chosen])
-        return items[chosen] if error.startswith(QUEUE_FULL) else nothing
-
-    def _unpin(self, items: NDArray[np.void]) -> None:
-        for group in np.unique(items["group"]).tolist():
-            pages = items["page"][items["group"] == group]
-            self.manager.unpin(group, pages[::-1])  # the tail of a prefix is evicted first
-
-    # ---- results -------------------------------------------------------------------------------
+        self._stores.advance()
 
     def poll(self) -> list[tuple[int, bool]]:
         """Requests whose load ended since the last call, and whether all of it is there.
@@ -336,68 +257,33 @@ class Offload:
         the good part is a device hit now, and what failed is not asked of the tier again.
         """
         self._collect()
-        ended, self._ended = self._ended, []
-        return ended
+        return self._loads.take_ended()
 
     def _collect(self) -> None:
-        while self._dropped:
-            dropped = self._dropped.pop()
-            with contextlib.suppress(HandleError):  # the engine has ended it
-                count = len(self.manager.load_items(dropped))
-                self.manager.end_load(dropped, np.zeros(count, np.uint8))
-        stores = len(self._stores)
+        self._loads.end_dropped()
+        ended = self._stores.ended
         for result in self._worker.poll():
             self._take(result)
-        now = time.monotonic()
-        for load in [
-            load for load in self._loads.values() if not load.given_up and load.due <= now
-        ]:
-            error = f"Silent: no result until {GRACE_SECONDS} s after the deadline"
-            self._take(replace(failed(load.transfer, error), late=True))
-        ended = len(self._stores) < stores
-        self._refused = self._refused and not ended
-        if ended or len(self._backlog):
-            self.end_of_step()  # there is room for what waited
+        for result in self._loads.silent():
+            self._take(result)
+        if self._stores.ended > ended or self._stores.waiting:
+            self._stores.advance()  # there is room for what waited
 
     def _take(self, result: TransferResult) -> None:
         self._scheduler.complete(result)
         if result.direction is Direction.LOAD:
-            self._end_load(result)
-        elif not result.late and result.id in self._stores:
-            self._stored += 1
-            self._unpin(self._stores.pop(result.id))
-
-    def _end_load(self, result: TransferResult) -> None:
-        load = self._loads.get(result.id)
-        if load is None:
-            return
-        waits = load.wanted and load.is_awaited(self.manager)
-        ok = result.ok == 1
-        if len(ok) != len(load.items) or result.late:
-            ok = np.zeros(len(load.items), np.bool_)
-        if waits and not ok.all():
-            self._note_fault(load.handle, load.items[~ok])
-        if result.late:  # a twin must not wait for it, though its own request may have left
-            if not load.given_up:
-                self.manager.abandon_load(load.load)
-            load.given_up = True
+            self._loads.end(result)
         else:
-            del self._loads[result.id]
-            self.manager.end_load(load.load, ok.astype(np.uint8))
-        if waits:
-            self._ended.append((load.handle, bool(ok.all())))
-        load.wanted = False
+            self._stores.end(result)
 
     def wait(self, timeout_seconds: float) -> bool:
         """Block until `poll` has something to do, or the time is over. For idle engines."""
         timeout_seconds = wait_seconds(timeout_seconds, "timeout_seconds")
-        return bool(self._ended) or self._wait(timeout_seconds)
+        return self._loads.has_ended or self._wait(timeout_seconds)
 
     def _wait(self, timeout_seconds: float) -> bool:
         """Until there is a result, or one that should have come is not waited for any longer."""
-        due = min(
-            (load.due for load in self._loads.values() if not load.given_up), default=math.inf
-        )
+        due = self._loads.due
         remaining = max(0.0, min(timeout_seconds, due - time.monotonic()))
         return self._worker.wait(remaining) or due <= time.monotonic()
 
@@ -410,14 +296,14 @@ class Offload:
         next `poll`.
         """
         end = time.monotonic() + wait_seconds(timeout_seconds, "timeout_seconds")
-        self.end_of_step()
-        while self._loads or self._stores or self._dropped or len(self._backlog):
+        self._stores.everything()
+        while len(self._loads) or len(self._stores) or self._stores.waiting:
             remaining = end - time.monotonic()
             if remaining <= 0:
                 return False
-            idle = not (self._loads or self._stores)
-            if idle and len(self._backlog) and self.manager.stats().frozen:
+            if self._stores.blocked and not (len(self._loads) or len(self._stores)):
                 return False
+            idle = not (self._loads.in_flight or len(self._stores))
             self._wait(min(remaining, RETRY_SECONDS) if idle else remaining)
             self._collect()
         return self._worker.flush(max(end - time.monotonic(), 0.0))
@@ -429,8 +315,7 @@ class Offload:
         the regions must stay until another call says True.
         """
         timeout_seconds = wait_seconds(timeout_seconds, "timeout_seconds")
-        self._gone_pages += len(self._backlog)
-        self._backlog = self._backlog[:0]
+        self._stores.close()
         closed = self._worker.close(timeout_seconds)
         self._collect()
         if closed:
@@ -460,14 +345,14 @@ class Offload:
     def stats(self) -> TierStats:
         """The tier's counters; pages evicted before their turn count as dropped stores too."""
         stats = self._scheduler.stats()
-        gone = self._gone_pages + self.manager.stats().keyed_dropped
+        gone = self._stores.gone_pages + self.manager.stats().keyed_dropped
         return replace(stats, dropped_store_pages=stats.dropped_store_pages + gone)
 
     def check(self) -> None:
         """Raise `InvariantError` if pins, loads and transfers disagree. O(pages)."""
         self._scheduler.check()
         waiting = sum(self._unstarted(handle) > 0 for handle in self._held)
-        known = len(self._loads) + len(self._dropped) + waiting
+        known = len(self._loads) + waiting
         loads = self.manager.stats().open_loads
         if loads != known:
             raise InvariantError(
@@ -475,6 +360,6 @@ class Offload:
                 " names a load goes to start_load, or its request to release or forget before it is"
                 " preempted or closed"
             )
-        pinned, expected = self.manager.stats().pinned, sum(map(len, self._stores.values()))
+        pinned, expected = self.manager.stats().pinned, self._stores.held_pages
         if pinned != expected:
             raise InvariantError(f"{pinned} device pages are pinned, stores know of {expected}")

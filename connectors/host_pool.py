@@ -1,58 +1,139 @@
-"""Host memory of a tier: one mapping for each group, exactly as large as its slots.
+"""Host memory of a tier: one mapping, exactly as large as its slots, made ready in the background.
 
-    group 0:  | slot 0 | slot 1 | ... |      a slot = one page of the group, all its layers,
-    group 1:  | slot 0    | slot 1    |      contiguous (page-first)
+    | group 0: slot 0 | slot 1 | ... | group 1: slot 0 | ... |     a slot = one page of the group,
+                                     ^ a multiple of 4096          all its layers, contiguous
 
 Anonymous and private: a killed process leaves nothing behind. Nothing is rounded up to powers of
-two; the kernel hands out memory as slots are first written.
+two. Limits are asked before the mapping is made, and again before each chunk is touched.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 
-import numpy as np
-
 from kvcache.connectors.base import PageRegion
-from kvcache.core import host_memory
+from kvcache.connectors.pool_chunks import PoolChunks, require_room
+from kvcache.core import memory_calls
 from kvcache.core.errors import ConfigError
+from kvcache.core.host_limits import (
+    HUGE_PAGE_BYTES,
+    amount,
+    free_huge_pages,
+    require_lockable,
+    require_memory,
+    require_node,
+)
 
-GIB = 1 << 30
+PAGE_BYTES = 4096
+_MAP_HUGETLB = 0x40000  # linux/mman.h; Python has no name for it
 
 
 class HostPool:
-    """Owns the mappings. `regions[g]` is where the slots of group g lie, valid until `close`."""
+    """Owns the mapping. `regions[g]` is where the slots of group g lie, valid until `close`.
 
-    def __init__(self, slot_bytes: Sequence[int], slots: Sequence[int], *, setting: str) -> None:
-        total = sum(size * count for size, count in zip(slot_bytes, slots, strict=True))
-        available, limit = host_memory.available()
-        if total > available:
-            raise ConfigError(
-                f"{setting} asks for {total} bytes ({total / GIB:.2f} GiB) of host memory, but"
-                f" {limit} leaves {available} bytes ({available / GIB:.2f} GiB): lower {setting}"
-            )
-        self._mappings: list[mmap.mmap] = []
-        regions = []
-        try:
-            for size, count in zip(slot_bytes, slots, strict=True):
-                mapping = mmap.mmap(-1, size * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                self._mappings.append(mapping)
-                with suppress(OSError):  # a kernel without transparent huge pages
-                    mapping.madvise(mmap.MADV_HUGEPAGE)
-                address = np.frombuffer(mapping, np.uint8).ctypes.data
-                regions.append(PageRegion(address, size, count))
-        except OSError as error:
-            self.close()
-            raise ConfigError(
-                f"{setting}: the system refused to map {total} bytes ({total / GIB:.2f} GiB) of"
-                f" host memory ({error}): lower {setting}"
-            ) from error
-        self.regions = tuple(regions)
+    Args:
+        slot_bytes, slots: of each group.
+        setting: what asked for so much, for messages.
+        huge_pages: True: of those that are reserved (`vm.nr_hugepages`); False: none; None: of the
+            reserved where they are enough, else transparent ones where the kernel has them.
+        numa_node: where memory is to come from as long as there is some; None: wherever.
+        lock: keep it from being swapped, within RLIMIT_MEMLOCK.
+
+    Raises:
+        ConfigError: more than a limit leaves, or what this machine does not have.
+    """
+
+    def __init__(
+        self,
+        slot_bytes: Sequence[int],
+        slots: Sequence[int],
+        *,
+        setting: str,
+        huge_pages: bool | None = None,
+        numa_node: int | None = None,
+        lock: bool = False,
+    ) -> None:
+        offsets, total = [], 0
+        for size, count in zip(slot_bytes, slots, strict=True):
+            offsets.append(total)
+            total += -(-size * count // PAGE_BYTES) * PAGE_BYTES
+        reserved = self._reserves(setting, total, huge_pages)
+        if not reserved:
+            require_memory(setting, total)
+        if lock:
+            require_lockable(setting, total)
+        if numa_node is not None:
+            require_node("CpuConnector.numa_node", numa_node, 0 if reserved else total)
+        self._mapping = self._map(setting, total, reserved=reserved)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self.mapped_bytes = total
+        self.huge_pages = "reserved" if reserved else "none"
+        """What backs it: `reserved`, `transparent` (where the kernel finds some) or `none`."""
+        if not reserved and huge_pages is None:
+            with suppress(OSError):  # a kernel without them
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+                self.huge_pages = "transparent"
+        if numa_node is not None:
+            self._place(numa_node)
+        self.regions = tuple(
+            PageRegion(self.address + offset, size, count)
+            for offset, size, count in zip(offsets, slot_bytes, slots, strict=True)
+        )
+
+        def make_ready(address: int, size_bytes: int) -> None:
+            if not reserved:
+                require_room(size_bytes)
+            memory_calls.populate(address, size_bytes)
+            if lock:
+                memory_calls.lock(address, size_bytes)
+
+        self.chunks = PoolChunks(self.regions, make_ready)
+
+    @staticmethod
+    def _reserves(setting: str, total: int, huge_pages: bool | None) -> bool:  # noqa: FBT001
+        """Whether reserved huge pages are to be taken: there are enough."""
+        if huge_pages is False:
+            return False
+        needed, free = -(-total // HUGE_PAGE_BYTES), free_huge_pages()
+        if huge_pages and needed > free:
+            raise ConfigError(
+                f"{setting} asks for {amount(total)} in huge pages, {needed} of 2 MiB, but {free}"
+                " are reserved and free: raise /proc/sys/vm/nr_hugepages, lower the pool, or leave"
+                " out huge_pages"
+            )
+        return needed <= free
+
+    def _map(self, setting: str, total: int, *, reserved: bool) -> mmap.mmap:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        length = total
+        if reserved:
+            flags |= _MAP_HUGETLB
+            length = -(-total // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        try:
+            return mmap.mmap(-1, length, flags=flags)
+        except OSError as error:
+            raise ConfigError(
+                f"{setting}: the system refused to map {amount(total)} of host memory ({error}):"
+                f" lower {setting}"
+            ) from error
+
+    def _place(self, node: int) -> None:
+        try:
+            memory_calls.prefer_node(self.address, len(self._mapping), node)
+        except OSError as error:
+            self._mapping.close()
+            raise ConfigError(
+                f"CpuConnector.numa_node is {node}, and the system cannot place memory ({error}):"
+                " leave it out"
+            ) from error
 
     def close(self) -> None:
-        """Unmap. Nobody may touch the slots from now on. Idempotent."""
-        while self._mappings:
-            self._mappings.pop().close()
+        """Unmap. Nobody may touch the slots from now on. Idempotent.
+
+        Where a chunk is still being made ready, after a long wait, the memory stays mapped.
+        """
+        if self.chunks.close():
+            self._mapping.close()

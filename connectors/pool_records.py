@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -75,3 +75,18 @@ def parts_of(pages: KeyedPages) -> Iterator[Part]:
     for pair in [int(pairs[0])] if same else np.unique(pairs).tolist():
         rows = np.flatnonzero(pairs == pair)
         yield Part(pair >> 32, pages.namespaces[pair & 0xFFFFFFFF], rows)
+
+
+def named(namespace: bytes, digests: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """`[n, 64]`: namespace and digest, as in `Transfer.names`."""
+    names = np.empty((len(digests), 64), np.uint8)
+    names[:, :32], names[:, 32:] = np.frombuffer(namespace, np.uint8), digests
+    return names
+
+
+def names_of(items: NDArray[np.void], parts: Sequence[Part]) -> NDArray[np.uint8]:
+    """The names of items that lie in these parts; zeros where they lie in none."""
+    names = np.zeros((len(items), 64), np.uint8)
+    for part in parts:
+        names[part.rows] = named(part.namespace, items["digest"][part.rows])
+    return names

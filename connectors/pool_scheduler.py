@@ -35,6 +35,7 @@ from kvcache.connectors.pool_records import (
     read_only,
     signature_of,
 )
+from kvcache.connectors.slots_aside import NO_SPACE, SlotsAside
 from kvcache.connectors.tier_counts import count_result
 from kvcache.core.errors import ConfigError, InvariantError
 from kvcache.core.pool import PagePool
@@ -53,8 +54,10 @@ class PoolScheduler(TierScheduler):
         deadline_seconds: how long a transfer may take.
         events: whether `take_events` will be read.
         seed: of the pools' indexes; None: a random one.
+        pools: the slots and the index of each group; None: new ones.
 
-    A store that finds no slot (all held) is dropped and counted, never waited for.
+    A store that finds no slot (all held) is dropped and counted, never waited for. One that finds no
+    room behind its slots sets the free ones aside for a while (`SlotsAside`).
     """
 
     def __init__(
@@ -65,15 +68,17 @@ class PoolScheduler(TierScheduler):
         deadline_seconds: float,
         events: bool = False,
         seed: int | None = None,
+        pools: Sequence[PagePool] | None = None,
     ) -> None:
         self._slot_bytes = tuple(slot_bytes)
         self.reports_events = events
         journal = MAX_WAITING_EVENTS if events else 0
         first = index_seed(seed, "PoolScheduler.seed")
         seeds = [(first + g) % 2**64 for g in range(len(slots))]
-        self._pools = [
+        self._pools = pools or [
             PagePool(n, seed=s, journal=journal) for n, s in zip(slots, seeds, strict=True)
         ]
+        self._aside = SlotsAside(self._pools)
         self._deadline_seconds = deadline_seconds
         self._numbers: dict[bytes, int] = {}
         self._promises: dict[int, Promise] = {}
@@ -176,6 +181,7 @@ class PoolScheduler(TierScheduler):
 
     def plan_store(self, pages: KeyedPages) -> tuple[Transfer, NDArray[np.int64]] | None:
         """Reserves a slot for each page that is neither stored nor on its way."""
+        self._aside.give_back_in_time()
         items = pages.items
         slots = np.full(len(items), -1, np.int64)
         parts = []
@@ -262,6 +268,8 @@ class PoolScheduler(TierScheduler):
         for part in plan.parts:
             self._finish(plan, part, good[part.rows], gone[part.rows])
         count_result(counts, replace(result, error=error), int(good.sum()), len(good))
+        if f"{NO_SPACE}:" in error:  # maybe not the first of several
+            self._aside.take()
 
     def _finish(
         self, plan: Plan, part: Part, good: NDArray[np.bool_], gone: NDArray[np.bool_]
@@ -313,6 +321,9 @@ class PoolScheduler(TierScheduler):
             out.used_bytes += (fill.cached + fill.held) * slot_bytes
             out.pinned_pages += fill.held
             out.evicted_pages += fill.evictions
+        for slots, slot_bytes in zip(self._aside.slots, self._slot_bytes, strict=True):
+            out.pinned_pages -= len(slots)  # they hold nothing
+            out.used_bytes -= len(slots) * slot_bytes
         return out
 
     def check(self) -> None:
@@ -344,4 +355,6 @@ class PoolScheduler(TierScheduler):
             for group, slot in zip(plan.items["group"].tolist(), plan.slots.tolist(), strict=True):
                 if slot >= 0:
                     holders[group][slot] += 1
+        for held, slots in zip(holders, self._aside.slots, strict=True):
+            held.update(slots.tolist())
         return holders

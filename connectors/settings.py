@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvcache.connectors.base import PageRegion
 from kvcache.core.errors import ConfigError
+from kvcache.core.hashing import Fingerprint
 from kvcache.core.layout import Geometry
 from kvcache.core.values import sequence, shown
 
@@ -25,6 +28,28 @@ def require_seconds(setting: str, value: object) -> None:
     if not (number and 0 < value < math.inf):  # type: ignore[operator]
         raise ConfigError(
             f"{setting} is {shown(value)}: it must be a number of seconds, above 0 and finite"
+        )
+
+
+def folder_path(owner: str, folder: object) -> Path:
+    """The path of a folder, which need not be there; else `ConfigError`."""
+    path = os.fspath(folder) if isinstance(folder, str | os.PathLike) else ""
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ConfigError(f"{owner}.folder is {shown(folder)}: give the path of a folder")
+    return Path(path)
+
+
+def require_fingerprint(owner: str, fingerprint: object) -> None:
+    """`ConfigError` unless it is one, and names a model: for tiers that outlive, or leave, a process."""
+    if not isinstance(fingerprint, Fingerprint):
+        raise ConfigError(
+            f"{owner}.fingerprint is {shown(fingerprint)}: give the Fingerprint that the Manager has"
+        )
+    if not fingerprint.model:
+        raise ConfigError(
+            f"{owner}.fingerprint names no model: pages are there for other processes too, so say"
+            " whose they are, as in Fingerprint(model='llama-3-8b', kv_dtype='bfloat16'), and give"
+            " the Manager the same"
         )
 
 

@@ -193,6 +193,23 @@ class Arena {
     //   feasible iff the sum of y <= empty + not yet created + what others can give.
     bool can_secure(std::span<const int64_t> n) const;
     bool secure(std::span<const int64_t> n);
+    // Cached pages in eviction order, over all classes, as it is now: visit(group, page number) until it says false.
+    template <typename Visit>
+    void each_coldest(Visit&& visit) const {
+        std::vector<int32_t> next;
+        for (const SizeClass& c : classes_) next.push_back(coldest(c));
+        for (;;) {
+            size_t first = next.size();
+            for (size_t c = 0; c < next.size(); ++c)
+                if (next[c] != kNoPage && (first == next.size() || rank(page_in(classes_[c], next[c])) <
+                                                                       rank(page_in(classes_[first], next[first]))))
+                    first = c;
+            if (first == next.size()) return;
+            const int32_t id = next[first];
+            next[first] = after(classes_[first], id);
+            if (!visit(static_cast<int32_t>(page_in(classes_[first], id).group), id)) return;
+        }
+    }
     // A page of the group's class without key, one reference. Free page in the fullest partial slab; else an empty or new
     // slab (a class that can evict a page of its own leaves the last T / 64 of them, at most two, to classes of larger
     // pages); else the class whose slab is worth least gives one (of those that can spare it beyond what is still to be

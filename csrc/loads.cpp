@@ -124,6 +124,16 @@ int64_t Manager::most_untaken() const {
     return std::max<int64_t>(2 * arena_.created_slabs() * k, 64);
 }
 
+static kvc_keyed item_of(const Page& page, int32_t group, int32_t id) {
+    kvc_keyed item{};
+    item.end = page.end;
+    item.ns = page.ns;
+    item.group = group;
+    item.page = id;
+    std::memcpy(item.digest, page.digest.bytes, 32);
+    return item;
+}
+
 void Manager::push_keyed(int64_t handle, int32_t group, int32_t page) {
     if (!journal_) return;
     if (static_cast<int64_t>(keyed_.size()) >= most_untaken()) {
@@ -131,14 +141,8 @@ void Manager::push_keyed(int64_t handle, int32_t group, int32_t page) {
         keyed_.pop_front();
         ++keyed_dropped_;
     }
-    const Page& keyed = arena_.page(group, page);
-    kvc_keyed item{};
-    item.end = keyed.end;
+    kvc_keyed item = item_of(arena_.page(group, page), group, page);
     item.handle = handle;
-    item.ns = keyed.ns;
-    item.group = group;
-    item.page = page;
-    std::memcpy(item.digest, keyed.digest.bytes, 32);
     try {
         keyed_of_.reserve(1);
         keyed_.push_back(item);
@@ -154,6 +158,24 @@ int32_t Manager::take_keyed(kvc_keyed* items, int64_t cap, int64_t* n) {
     std::copy(keyed_.begin(), keyed_.end(), items);
     keyed_.clear();
     keyed_of_.clear();
+    return KVC_OK;
+}
+
+// In the order in which the arena would let them go, were it to take `slabs` slabs of space now; what is free counts first.
+int32_t Manager::next_evicted(int64_t slabs, kvc_keyed* items, int64_t cap, int64_t* n) const {
+    if (slabs < 0) return fail(KVC_E_ARGUMENT, "%lld slabs of space", static_cast<L>(slabs));
+    const auto wanted = static_cast<double>(slabs);
+    double room = static_cast<double>(arena_.slabs() - arena_.created_slabs() + arena_.empty_slabs());
+    for (int32_t c = 0; c < static_cast<int32_t>(pages_per_slab_.size()); ++c)
+        room += static_cast<double>(arena_.free_pages(c)) / arena_.pages_per_slab(c);
+    *n = 0;
+    if (room >= wanted) return KVC_OK;
+    arena_.each_coldest([&](int32_t group, int32_t id) {
+        if (*n < cap) items[*n] = item_of(arena_.page(group, id), group, id);
+        ++*n;
+        room += 1.0 / arena_.pages_per_slab(arena_.class_of(group));
+        return room < wanted;
+    });
     return KVC_OK;
 }
 

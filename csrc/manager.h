@@ -63,6 +63,7 @@ class Manager final : private KeyListener {
     int32_t end_load(int64_t load, const uint8_t* ok, int64_t n);
     int32_t abandon_load(int64_t load);
     int32_t take_keyed(kvc_keyed* items, int64_t cap, int64_t* n);
+    int32_t next_evicted(int64_t slabs, kvc_keyed* items, int64_t cap, int64_t* n) const;
     int32_t pin(kvc_keyed* items, int64_t n, uint8_t* pinned);
     int32_t unpin(int32_t group, const int32_t* pages, int64_t n);
     int32_t take_moves(kvc_move* moves, int64_t cap, int64_t* n);

@@ -278,6 +278,14 @@ int32_t kvc_take_keyed(kvc_manager* manager, kvc_keyed* items, int64_t cap, int6
     });
 }
 
+int32_t kvc_next_evicted(kvc_manager* manager, int64_t slabs, kvc_keyed* items, int64_t cap, int64_t* n) {
+    return enter(manager, [&](kvc::Manager& m) {
+        if (const auto status = not_null("n", n)) return status;
+        if (const auto status = check_array("items", items, cap)) return status;
+        return m.next_evicted(slabs, items, cap, n);
+    });
+}
+
 int32_t kvc_pin(kvc_manager* manager, kvc_keyed* items, int64_t n, uint8_t* pinned) {
     return enter(manager, [&](kvc::Manager& m) {
         if (const auto status = check_array("items", items, n)) return status;

@@ -22,6 +22,7 @@ _LAZY = {
     "CrossAttention": "kvcache.core.specs",
     "Dense": "kvcache.retention",
     "DiskConnector": "kvcache.connectors.disk",
+    "SharedConnector": "kvcache.connectors.shared",
     "Explanation": "kvcache.core.explanation",
     "Fingerprint": "kvcache.core.hashing",
     "FullAttention": "kvcache.core.specs",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from kvcache.connectors.cpu import CpuConnector as CpuConnector
     from kvcache.connectors.disk import DiskConnector as DiskConnector
     from kvcache.connectors.driver import Offload as Offload
+    from kvcache.connectors.shared import SharedConnector as SharedConnector
     from kvcache.core.errors import (
         CapacityError as CapacityError,
         ConfigError as ConfigError,

@@ -15,7 +15,7 @@ import pytest
 
 import kvcache.commands
 from kvcache import ConfigError, InvariantError, cli
-from kvcache.commands import output, preflight
+from kvcache.commands import doctor, output, preflight
 from kvcache.core import host_memory, native
 
 HELPERS = {"numbers", "output", "preflight"}
@@ -83,7 +83,7 @@ def test_only_the_chosen_verb_is_imported() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.splitlines()[-1] == str(
-        [f"kvcache.commands.{m}" for m in ("doctor", "output", "preflight")]
+        [f"kvcache.commands.{m}" for m in ("doctor", "numbers", "output", "preflight")]
     )
 
 
@@ -271,6 +271,30 @@ def test_doctor_says_what_a_host_pool_may_take(
     memory = preflight.measure()
     assert (memory.total_bytes, memory.cgroup_limit_bytes) == (machine, group)
     assert memory.available_bytes == host_memory.available()[0] == group // 2
+
+
+def test_doctor_tries_a_pool_on_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain pool that would be refused is a problem; a shared or locked one is advice."""
+    monkeypatch.setattr(host_memory, "available", lambda *_: (8 * preflight.GIB, "somebody"))
+    monkeypatch.setattr(preflight.host_limits, "lockable_bytes", lambda: preflight.GIB)
+    refused = preflight.refusals(2**60)
+    assert [line.split(" asks for")[0] for line in refused] == [
+        "--pool",
+        "--pool (shared)",
+        "--pool (locked)",
+    ]
+    for line, words in zip(refused, ("somebody leaves", "--shm-size", "ulimit -l"), strict=True):
+        assert "1152921504606846976 bytes" in line
+        assert words in line
+    assert preflight.refusals(2**20) == []
+    assert cli.main(["doctor", "--pool", "100GB"]) == 1
+    report = doctor.examine(2 * preflight.GIB)
+    assert report["ok"]
+    assert [line for line in report["advice"] if line.startswith("--pool (locked) asks for")]
+    memory = report["host_memory"]
+    assert memory["available_limit"] == "somebody"
+    assert memory["largest_shared_bytes"] == min(8 * preflight.GIB, memory["shm_free_bytes"])
+    assert next(iter(memory["numa_free_bytes"])) == 0
 
 
 def test_doctor_looks_for_the_model_without_loading_torch() -> None:

@@ -21,6 +21,7 @@ extern "C" {
 enum kvc_status {
     KVC_OK = 0,
     KVC_NO_SPACE = 1,     /* not now: nothing changed, try again when pages were freed */
+    KVC_BUSY = 2,         /* not now: nothing changed, another process has the lock */
     KVC_E_ARGUMENT = -1,  /* a bad value */
     KVC_E_HANDLE = -2,    /* unknown or closed request, load or step */
     KVC_E_STATE = -3,     /* a call that the contract forbids now */
@@ -94,6 +95,63 @@ int32_t kvc_pool_journal(kvc_pool* pool, int64_t most);
 int32_t kvc_pool_take_events(kvc_pool* pool, kvc_pool_event* events, int64_t cap, int64_t* n);
 int32_t kvc_pool_get_stats(kvc_pool* pool, kvc_pool_stats* out);
 int32_t kvc_pool_check(kvc_pool* pool);
+
+/* ---- slots shared between processes ----------------------------------------------------------------------------- */
+/* A region is memory that several processes map: tables, then pages. Keys are a namespace and a digest, 32 bytes each. One
+ * lock guards all; who finds its owner dead repairs the tables. A call that did not get it within 50 ms did nothing and
+ * returns KVC_BUSY. Each attachment is a user with a number, at most 64; what a dead user holds comes back by
+ * kvc_shared_forget. One thread at a time, but for kvc_shared_store, _load and _forget, which one other may call. */
+typedef struct kvc_shared kvc_shared;
+typedef struct {
+    int64_t capacity;
+    int64_t created; /* slots that were ever used */
+    int64_t mine;    /* held by this user */
+    int64_t used;    /* held by anybody, or with a key */
+    int64_t held;    /* by anybody */
+    int64_t keyed;
+    int64_t evictions;  /* by this user */
+    int64_t recoveries; /* repairs after a death, of the whole region */
+} kvc_shared_stats;
+
+/* Bytes before the pages. Those of a group follow one another, each group from a multiple of 4096 on. */
+int32_t kvc_shared_tables(int64_t n_groups, const int64_t* slots, const int64_t* page_bytes, int64_t* n_bytes);
+/* Makes the tables in memory that is all zeros and that nobody else uses yet. layout: 32 bytes. */
+int32_t kvc_shared_format(uint8_t* base, int64_t n_bytes, int64_t n_groups, const int64_t* slots,
+                          const int64_t* page_bytes, const uint8_t* layout, uint64_t seed);
+/* KVC_E_ARGUMENT says what is different where the region was made for something else. `base` must outlive it. */
+int32_t kvc_shared_new(uint8_t* base, int64_t n_bytes, int64_t n_groups, const int64_t* slots,
+                       const int64_t* page_bytes, const uint8_t* layout, int32_t user, kvc_shared** out);
+void kvc_shared_free(kvc_shared* pool);
+/* As those of kvc_pool. */
+int32_t kvc_shared_present(kvc_shared* pool, int64_t group, const uint8_t* space, const uint8_t* digests,
+                           int64_t stride_bytes, int64_t n, uint8_t* present);
+int32_t kvc_shared_acquire(kvc_shared* pool, int64_t group, const uint8_t* space, const uint8_t* digests,
+                           int64_t stride_bytes, int64_t n, int32_t* slots);
+int32_t kvc_shared_take(kvc_shared* pool, int64_t group, int64_t n, int32_t* slots, int64_t* taken);
+int32_t kvc_shared_publish(kvc_shared* pool, int64_t group, const uint8_t* space, const uint8_t* digests,
+                           const int32_t* slots, int64_t n, uint8_t* published);
+int32_t kvc_shared_unpublish(kvc_shared* pool, int64_t group, int32_t slot);
+int32_t kvc_shared_release(kvc_shared* pool, int64_t group, const int32_t* slots, int64_t n);
+int32_t kvc_shared_version(kvc_shared* pool, int64_t group, uint64_t* version);
+int32_t kvc_shared_get_stats(kvc_shared* pool, int64_t group, kvc_shared_stats* out);
+int32_t kvc_shared_check(kvc_shared* pool, int64_t group);
+/* The region is about to go: it is not looked at any more, nothing is found or taken, what is held is let go here alone. */
+int32_t kvc_shared_detach(kvc_shared* pool);
+/* The user is dead: nothing is held by it any more. */
+int32_t kvc_shared_forget(kvc_shared* pool, int32_t user);
+/* Pages at these addresses to slots that the user holds, each with a checksum of what arrived and of its name (64 bytes:
+ * namespace, digest); and back: ok[i] = 0 where what arrived is not what was stored under that name. */
+int32_t kvc_shared_store(kvc_shared* pool, int64_t group, const uint64_t* pages, const int32_t* slots,
+                         const uint8_t* names, int64_t n);
+int32_t kvc_shared_load(kvc_shared* pool, int64_t group, const uint64_t* pages, const int32_t* slots,
+                        const uint8_t* names, int64_t n, uint8_t* ok);
+
+/* ---- host memory -------------------------------------------------------------------------------------------------- */
+/* Fills the page tables of a range, beside others that use it; places it on a NUMA node where that has room; keeps it from
+ * being swapped. *error = 0, or the system's error number. The first two write nothing; the range must be the caller's. */
+int32_t kvc_memory_populate(uint64_t address, int64_t n_bytes, int32_t* error);
+int32_t kvc_memory_prefer_node(uint64_t address, int64_t n_bytes, int32_t node, int32_t* error);
+int32_t kvc_memory_lock(uint64_t address, int64_t n_bytes, int32_t* error);
 
 /* ---- block manager --------------------------------------------------------------------------------------------- */
 typedef struct kvc_manager kvc_manager;
@@ -371,6 +429,9 @@ int32_t kvc_abandon_load(kvc_manager* manager, int64_t load);
  * that (cap) nothing is written or forgotten. Empty unless the manager was made with `journal`. Bounded by twice the
  * pages that exist: older entries are dropped and counted in kvc_manager_stats. */
 int32_t kvc_take_keyed(kvc_manager* manager, kvc_keyed* items, int64_t cap, int64_t* n);
+/* What would be evicted, in order, for `slabs` slabs of space beyond what is used now: cached pages with their keys, handle
+ * 0. *n = how many; with less room than that (cap) only the first are written. Changes nothing. */
+int32_t kvc_next_evicted(kvc_manager* manager, int64_t slabs, kvc_keyed* items, int64_t cap, int64_t* n);
 /* A reference for a reader outside (a store in flight). The page is found by its key and written to items[i].page.
  * pinned[i] = 0 where the key is gone, or while the oldest request waits for space (kvc_manager_stats.frozen). */
 int32_t kvc_pin(kvc_manager* manager, kvc_keyed* items, int64_t n, uint8_t* pinned);

@@ -75,6 +75,26 @@ constexpr const char* kFunctions[] = {
     "kvc_page_files_write",
     "kvc_page_files_read",
     "kvc_page_files_remove",
+    "kvc_next_evicted",
+    "kvc_shared_tables",
+    "kvc_shared_format",
+    "kvc_shared_new",
+    "kvc_shared_present",
+    "kvc_shared_acquire",
+    "kvc_shared_take",
+    "kvc_shared_publish",
+    "kvc_shared_unpublish",
+    "kvc_shared_release",
+    "kvc_shared_version",
+    "kvc_shared_get_stats",
+    "kvc_shared_check",
+    "kvc_shared_detach",
+    "kvc_shared_forget",
+    "kvc_shared_store",
+    "kvc_shared_load",
+    "kvc_memory_populate",
+    "kvc_memory_prefer_node",
+    "kvc_memory_lock",
 };
 
 void print(const fuzz::Tally& tally) {
@@ -105,6 +125,7 @@ int main(int argc, char** argv) {
         for (uint64_t i = 0; i < 8; ++i) fuzz::fuzz_copy(seed * 8 + i, &tally);
         fuzz::fuzz_hash(seed, &tally);
         fuzz::fuzz_files(seed, &tally);
+        fuzz::fuzz_shared(seed, kOperationsOfManager, &tally);
     }
     if (kvc_page_file_bytes(kvc_page_head_bytes()) != 8192 || kvc_page_file_bytes(-1)) return 1;
     print(tally);

@@ -149,6 +149,10 @@ void ManagerFuzz::pin() {
     }
     std::vector<uint8_t> pinned(items.size());
     const int64_t n = spite() ? -1 - random_.below(INT64_MAX) : static_cast<int64_t>(items.size());
+    int64_t next = 0;
+    std::vector<kvc_keyed> evicted(8);
+    const int64_t slabs = spite() ? random_.hostile() : random_.below(20), cap = random_.below(9);
+    call("kvc_next_evicted", [&] { return kvc_next_evicted(manager_, slabs, evicted.data(), cap, &next); });
     const int32_t status = call("kvc_pin", [&] { return kvc_pin(manager_, items.data(), n, pinned.data()); });
     if (status != KVC_OK) return;
     for (size_t i = 0; i < items.size(); ++i)

@@ -176,6 +176,34 @@ std::vector<Case> pool_cases(Rig& r) {
     };
 }
 
+std::vector<Case> shared_cases(Rig& r) {
+    static const int64_t eight = 8;
+    static int32_t error;
+    return {
+        {"kvc_shared_tables, slots", kBad, [&] { return kvc_shared_tables(1, no, &eight, &number); }},
+        {"kvc_shared_tables, bytes", kBad, [&] { return kvc_shared_tables(1, &eight, &eight, no); }},
+        {"kvc_shared_format, base", kBad, [&] { return kvc_shared_format(no, 8192, 1, &eight, &eight, r.digest, 0); }},
+        {"kvc_shared_new, base", kBad, [&] { return kvc_shared_new(no, 8192, 1, &eight, &eight, r.digest, 0, no); }},
+        {"kvc_shared_present", kBad, [&] { return kvc_shared_present(no, 0, bytes, bytes, 32, 1, r.digest); }},
+        {"kvc_shared_acquire", kBad, [&] { return kvc_shared_acquire(no, 0, bytes, bytes, 32, 1, pages); }},
+        {"kvc_shared_take", kBad, [&] { return kvc_shared_take(no, 0, 1, pages, &number); }},
+        {"kvc_shared_publish", kBad, [&] { return kvc_shared_publish(no, 0, bytes, bytes, pages, 1, r.digest); }},
+        {"kvc_shared_unpublish", kBad, [&] { return kvc_shared_unpublish(no, 0, 0); }},
+        {"kvc_shared_release", kBad, [&] { return kvc_shared_release(no, 0, pages, 1); }},
+        {"kvc_shared_version", kBad, [&] { return kvc_shared_version(no, 0, no); }},
+        {"kvc_shared_get_stats", kBad, [&] { return kvc_shared_get_stats(no, 0, no); }},
+        {"kvc_shared_check", kBad, [&] { return kvc_shared_check(no, 0); }},
+        {"kvc_shared_detach", kBad, [&] { return kvc_shared_detach(no); }},
+        {"kvc_shared_forget", kBad, [&] { return kvc_shared_forget(no, 0); }},
+        {"kvc_shared_store", kBad, [&] { return kvc_shared_store(no, 0, no, pages, bytes, 1); }},
+        {"kvc_shared_load", kBad, [&] { return kvc_shared_load(no, 0, no, pages, bytes, 1, r.digest); }},
+        {"kvc_memory_populate", kBad, [&] { return kvc_memory_populate(0, 1, &error); }},
+        {"kvc_memory_populate, error", kBad, [&] { return kvc_memory_populate(4096, 0, no); }},
+        {"kvc_memory_prefer_node", kBad, [&] { return kvc_memory_prefer_node(0, 1, 0, &error); }},
+        {"kvc_memory_lock", kBad, [&] { return kvc_memory_lock(0, 1, &error); }},
+    };
+}
+
 std::vector<Case> request_cases(Rig& r) {
     const auto open_without = [&r](int which) {
         kvc_open_args args{};
@@ -286,6 +314,8 @@ std::vector<Case> reading_cases(Rig& r) {
              kvc_end_step(r.manager, r.step);
              return kvc_take_keyed(r.manager, no, 100, &number);
          }},
+        {"kvc_next_evicted, n", kBad, [&] { return kvc_next_evicted(r.manager, 1, no, 0, no); }},
+        {"kvc_next_evicted, items", kBad, [&] { return kvc_next_evicted(r.manager, 1, no, 1, &number); }},
         {"kvc_pin, items", kBad, [&] { return kvc_pin(r.manager, no, 1, r.digest); }},
         {"kvc_pin, pinned", kBad,
          [&] {
@@ -337,7 +367,7 @@ int main() {
     Rig rig;
     int total = 0, wrong = 0;
     for (const auto& cases : {owner_cases(rig), hash_and_copy_cases(rig), file_cases(), pool_cases(rig),
-                              request_cases(rig), batch_cases(rig), reading_cases(rig)})
+                              shared_cases(rig), request_cases(rig), batch_cases(rig), reading_cases(rig)})
         for (const Case& test : cases) {
             ++total;
             wrong += !run(test, rig);

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import kvcache
-from kvcache.commands import preflight
+from kvcache.commands import numbers, preflight
 from kvcache.commands.output import emit_json
 from kvcache.engine.model_file import find_model_file
 
@@ -37,13 +37,19 @@ IMPORT_TIMEOUT_SECONDS = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
-    del parser
+    """The size of a pool that is to be made."""
+    parser.add_argument(
+        "--pool",
+        type=numbers.byte_count,
+        metavar="BYTES",
+        help="try the limits of this machine on a host pool of so many bytes, such as 64GB;"
+        " exit 1 where a plain one would be refused",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Report; 0 if the base works, 1 if not."""
-    report = examine()
+    report = examine(args.pool)
     if args.json:
         emit_json(report)
     else:
@@ -51,18 +57,20 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report["ok"] else 1
 
 
-def examine() -> dict[str, Any]:
-    """The whole report, as plain values."""
+def examine(pool_bytes: int | None = None) -> dict[str, Any]:
+    """The whole report, as plain values. `pool_bytes`: of a host pool to try the limits on."""
     packages = {name: installed(name) for name in (*BASE_PACKAGES, *OPTIONAL_PACKAGES)}
     core = native()
     found = connectors()
     memory = preflight.measure()
+    refused = [] if pool_bytes is None else preflight.refusals(pool_bytes)
     broken = [
         f"{name} is missing: pip install {name}" for name in BASE_PACKAGES if not packages[name]
     ]
     if core["error"]:
         broken.append(core["error"])
     broken += [f"connector {c['name']}: {c['error']}" for c in found if c["error"]]
+    broken += [line for line in refused if line.startswith("--pool asks")]
     return {
         "ok": not broken,
         "kvcache": {
@@ -79,13 +87,17 @@ def examine() -> dict[str, Any]:
         "model": model_file(),
         "native": core,
         "connectors": found,
-        "host_memory": asdict(memory),
+        "host_memory": {
+            **asdict(memory),
+            "largest_shared_bytes": memory.largest_shared_bytes,
+        },
         "problems": broken,
         "advice": [
             f"{name} is not installed, {use}"
             for name, use in OPTIONAL_PACKAGES.items()
             if packages[name] is None
         ]
+        + [line for line in refused if not line.startswith("--pool asks")]
         + preflight.advice(memory),
     }
 
@@ -182,10 +194,16 @@ def describe(report: dict[str, Any]) -> list[str]:
         "native core": "not usable" if core["error"] else native_text,
         "connectors": ", ".join(names) or "none",
         "memory": f"{size(memory['available_bytes'])} available of {size(memory['total_bytes'])}",
+        "host pool": f"up to {size(memory['available_bytes'])} ({memory['available_limit']}); shared"
+        f" by processes up to {size(memory['largest_shared_bytes'])}",
         "limits": f"cgroup {size(memory['cgroup_limit_bytes'])},"
-        f" memlock {size(memory['memlock_limit_bytes'])}",
+        f" memlock {size(memory['memlock_limit_bytes'])}, lockable {size(memory['lockable_bytes'])}",
         preflight.SHM: f"{size(memory['shm_free_bytes'])} free of {size(memory['shm_total_bytes'])}",
-        "huge pages": memory["transparent_huge_pages"] or "unknown",
+        "huge pages": f"transparent: {memory['transparent_huge_pages'] or 'unknown'};"
+        f" {memory['huge_pages']} of 2 MiB reserved and free",
+        "NUMA nodes": ", ".join(
+            f"{node} ({size(free)} free)" for node, free in memory["numa_free_bytes"].items()
+        ),
     }
     width = max(map(len, table))
     return [

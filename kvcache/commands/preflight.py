@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 import resource
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from kvcache.core import host_memory
+from kvcache.core import host_limits, host_memory
+from kvcache.core.errors import ConfigError
 from kvcache.core.values import human_bytes
 
 SHM = "/dev/shm"  # noqa: S108 - looked at, never written to
@@ -33,6 +36,20 @@ class HostMemory:
     shm_free_bytes: int | None
     transparent_huge_pages: str | None
     """`always`, `madvise` or `never`."""
+    available_limit: str = "the machine's available memory"
+    """What sets `available_bytes`."""
+    lockable_bytes: int | None = None
+    """What this process may still lock: of RLIMIT_MEMLOCK, unless it may lock anything."""
+    huge_pages: int = 0
+    """Of 2 MiB, reserved, free and promised to nobody."""
+    numa_free_bytes: dict[int, int | None] = field(default_factory=dict)
+    """Of each node: free memory, with file cache that can be dropped."""
+
+    @property
+    def largest_shared_bytes(self) -> int | None:
+        """The largest pool that processes could share now."""
+        sizes = [size for size in (self.available_bytes, self.shm_free_bytes) if size is not None]
+        return None if self.shm_free_bytes is None else min(sizes)
 
 
 def _statvfs(path: str) -> os.statvfs_result | None:
@@ -50,7 +67,7 @@ def selected(text: str) -> str | None:
 def measure() -> HostMemory:
     """What holds for this process now."""
     total = host_memory.machine().get("MemTotal")
-    available, _ = host_memory.available()
+    available, limit = host_memory.available()
     limits = [group.limit_bytes for group in host_memory.group_limits()]
     huge_pages = host_memory.read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -63,7 +80,29 @@ def measure() -> HostMemory:
         shm_total_bytes=shm.f_blocks * shm.f_frsize if shm else None,
         shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else None,
         transparent_huge_pages=selected(huge_pages),
+        available_limit=limit,
+        lockable_bytes=host_limits.lockable_bytes(),
+        huge_pages=host_limits.free_huge_pages(),
+        numa_free_bytes={
+            node: host_limits.node_free_bytes(node) for node in host_limits.numa_nodes()
+        },
     )
+
+
+def refusals(pool_bytes: int) -> list[str]:
+    """What would refuse a host pool of this size: private, shared, locked. One line each."""
+    checks: tuple[Callable[[], None], ...] = (
+        partial(host_limits.require_memory, "--pool", pool_bytes),
+        partial(host_limits.require_file_space, "--pool (shared)", Path(SHM), pool_bytes),
+        partial(host_limits.require_lockable, "--pool (locked)", pool_bytes),
+    )
+    lines = []
+    for check in checks:
+        try:
+            check()
+        except (ConfigError, OSError) as error:
+            lines.append(str(error))
+    return lines
 
 
 def size(count: int | None) -> str:

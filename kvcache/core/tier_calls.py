@@ -54,6 +54,18 @@ class TierCalls(BatchCalls):
             raise MisuseError("this manager keeps no journal: make it with Manager(journal=True)")
         return self._read(KEYED_DTYPE, self._lib.kvc_take_keyed)
 
+    def next_evicted(self, ahead_bytes: int | None) -> NDArray[np.void]:
+        """What the arena evicts next, in this order: `[n]` of `KEYED_DTYPE`, handles 0.
+
+        Args:
+            ahead_bytes: of the arena, free ones included; None: all that is cached.
+
+        O(result). Pages that somebody holds are not in it.
+        """
+        most = 2**62 if ahead_bytes is None else ahead_bytes
+        slabs = -(-most // self.geometry.slab_bytes)
+        return self._read(KEYED_DTYPE, self._lib.kvc_next_evicted, slabs)
+
     def pin(self, items: NDArray[np.void]) -> NDArray[np.int32]:
         """One reference on each page that has one of the given keys now.
 

@@ -102,7 +102,7 @@ def test_part_of_a_store_that_fits_is_kept(small_disk: Path) -> None:
 def test_when_others_made_room_the_tier_grows_again(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache.connectors.disk_scheduler.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("kvcache.connectors.slots_aside.RETRY_SECONDS", 0.0)
     with rig(lambda s: disk(s, small_disk), SETUP) as r:
         few = fill(r, small_disk)
         (small_disk / "ballast").unlink()

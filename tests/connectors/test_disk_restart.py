@@ -202,7 +202,7 @@ class BytesPath(os.PathLike[bytes]):
         ({"folder": BytesPath()}, r"folder is .*: give the path"),
         ({"folder": "/proc/nowhere"}, r"folder /proc/nowhere cannot be used \(.*\): give a folder"),
         ({"fingerprint": "llama"}, "fingerprint is 'llama': give the Fingerprint"),
-        ({"fingerprint": Fingerprint()}, "names no model: files outlive this process"),
+        ({"fingerprint": Fingerprint()}, "names no model: pages are there for other processes"),
         ({"pages": None}, "DiskConnector needs either capacity_bytes or pages"),
         ({"capacity_bytes": 1 << 20}, "DiskConnector needs either capacity_bytes or pages"),
         ({"pages": None, "capacity_bytes": 8191}, "one page of each group takes 8192 bytes"),

@@ -18,7 +18,7 @@ from tiers.stamp_engine import (
     text,
 )
 
-from kvcache.connectors import driver
+from kvcache.connectors import offload_loads
 from kvcache.connectors.base import Direction, PageRegion, TierWorker, Transfer, TransferResult
 from kvcache.connectors.cpu import native_copy
 from kvcache.connectors.driver import MAX_FAILED_LOADS
@@ -136,12 +136,12 @@ def test_a_late_load_gives_the_request_back_and_keeps_its_pages_away() -> None:
         gate()
         native_copy(*args)
 
-    with engine(copy=copy, deadline_seconds=0.02) as e:
+    with engine(copy=copy, deadline_seconds=0.3) as e:
         prompt = text(0, 21)
         e.offload._scheduler._deadline_seconds = PATIENCE  # type: ignore[attr-defined]
         e.serve(prompt)
         e.manager.clear()
-        e.offload._scheduler._deadline_seconds = 0.02  # type: ignore[attr-defined]
+        e.offload._scheduler._deadline_seconds = 0.3  # type: ignore[attr-defined]
         gate.shut()
         handle = e.open(prompt)
         e.step()
@@ -236,7 +236,7 @@ def test_a_preemption_does_not_make_a_bad_tier_good_again() -> None:
             e.manager.clear()
         assert e.offload.stats().errors == {"OSError": 1}
         e.close(handle, "abort")
-        assert not e.offload._faults
+        assert not e.offload._loads.faults
         e.assert_idle()
 
 
@@ -272,7 +272,7 @@ def silent_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[tuple[Engine, Silent, list[int], int]]:
     """A request whose load nobody tells the end of; in the end its result comes after all."""
-    monkeypatch.setattr(driver, "GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(offload_loads, "GRACE_SECONDS", 0.01)
     with engine() as e:
         prompt = text(0, 21)
         e.serve(prompt)

@@ -11,7 +11,7 @@ from tiers.stamp_engine import (
     text,
 )
 
-from kvcache.connectors import driver
+from kvcache.connectors import offload_stores
 from kvcache.connectors.base import Transfer
 from kvcache.connectors.cpu import native_copy
 from kvcache.connectors.testing import Gate
@@ -26,8 +26,8 @@ def test_pages_wait_for_their_turn_unheld_and_are_counted_when_they_go(
         gate()
         native_copy(*args)
 
-    monkeypatch.setattr(driver, "STORE_BYTES", 100)
-    monkeypatch.setattr(driver, "MAX_STORES", 2)
+    monkeypatch.setattr(offload_stores, "STORE_BYTES", 100)
+    monkeypatch.setattr(offload_stores, "MAX_STORES", 2)
     with engine(copy=copy) as e:
         gate.shut()
         for seed in range(3):
@@ -44,8 +44,8 @@ def test_pages_wait_for_their_turn_unheld_and_are_counted_when_they_go(
 
 
 def test_stores_go_on_without_steps_as_results_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "STORE_BYTES", 1)
-    monkeypatch.setattr(driver, "MAX_STORES", 1)
+    monkeypatch.setattr(offload_stores, "STORE_BYTES", 1)
+    monkeypatch.setattr(offload_stores, "MAX_STORES", 1)
     with engine() as e:
         handle = e.open(text(0, 21))
         while handle in e.requests:
@@ -106,7 +106,7 @@ def test_drain_says_so_when_the_time_is_over() -> None:
 
 def test_a_full_queue_delays_stores_and_drops_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """One page a store, two stores at a time: the others wait for their turn."""
-    monkeypatch.setattr(driver, "STORE_BYTES", 1)
+    monkeypatch.setattr(offload_stores, "STORE_BYTES", 1)
     with engine(slabs=16, queue_depth=2) as e:
         handle = e.open(text(0, 101))
         while handle in e.requests:
@@ -138,13 +138,13 @@ def test_a_store_that_is_refused_by_an_idle_worker_is_offered_again() -> None:
 def test_pages_that_close_finds_waiting_are_counted_as_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(driver, "MAX_STORES", 1)
-    monkeypatch.setattr(driver, "STORE_BYTES", 1)
+    monkeypatch.setattr(offload_stores, "MAX_STORES", 1)
+    monkeypatch.setattr(offload_stores, "STORE_BYTES", 1)
     with engine() as e:
         handle = e.open(text(0, 9))
         while handle in e.requests:
             e.step(chunk=9)
-        waiting = len(e.offload._backlog)
+        waiting = e.offload._stores.waiting
         assert waiting > 0
         assert e.offload.close(PATIENCE)
         assert e.offload.stats().dropped_store_pages == waiting
@@ -161,7 +161,7 @@ def test_drain_does_not_wait_for_stores_that_cannot_begin() -> None:
             if e.manager.stats().frozen:
                 break
         assert e.manager.stats().frozen
-        assert len(e.offload._backlog)
+        assert e.offload._stores.waiting
         assert not e.offload.drain(1e5)
         e.offload._worker.submit = submit  # type: ignore[method-assign]
         for handle in handles[1:]:

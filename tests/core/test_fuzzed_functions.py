@@ -16,6 +16,7 @@ NO_STATUS = {
     "kvc_pool_free",
     "kvc_pool_version",
     "kvc_sha256_path",
+    "kvc_shared_free",
     "kvc_unlimited",
 }
 """They cannot fail, so no status of theirs is counted."""

@@ -332,4 +332,4 @@ def test_a_preempted_request_remembers_that_its_tier_fails() -> None:
         assert result.tokens == expected_output(prompt, 40)
         assert 1 <= r.engine.counters.failed_loads <= MAX_FAILED_LOADS
         assert r.offload is not None
-        assert not r.offload._faults  # and is forgotten at its end
+        assert not r.offload._loads.faults  # and is forgotten at its end

@@ -67,6 +67,7 @@ class Engine:
         copy: Callable[..., None] = native_copy,
         events: bool = False,
         connector: Any = None,
+        lazy_bytes: int | None = None,
         **options: Any,
     ) -> None:
         self.manager = Manager(
@@ -80,7 +81,7 @@ class Engine:
         self.faulty: FaultyWorker | None = None
         if faults is not None:
             connector, self.faulty = with_faults(connector, faults, seed=seed, hold=True)
-        self.offload = Offload(self.manager, connector, self.regions())
+        self.offload = Offload(self.manager, connector, self.regions(), lazy_bytes=lazy_bytes)
         self.requests: dict[int, Request] = {}
         self.sessions = 0
 

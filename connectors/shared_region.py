@@ -1,0 +1,317 @@
+"""A named region of host memory that processes of one user share: made, attached to, and removed.
+
+    FOLDER/lock                 held while somebody attaches or leaves
+    FOLDER/NAME/region          tables, then pages (csrc/shared_pool.h); as large as it says from the start
+    FOLDER/NAME/user-17         locked by the process that is user 17; the lock ends with its process
+
+A region without a living user is stale: whoever attaches next, under whatever name, removes it. The
+last user that leaves removes its own. Memory of the region is reserved chunk by chunk before it is
+touched, so that a full /dev/shm is an error and no SIGBUS.
+
+Folders are readable for their owner alone, and refused where they are somebody else's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from kvcache.connectors.base import PageRegion
+from kvcache.connectors.disk_locks import lock_now, locked
+from kvcache.connectors.pool_chunks import PoolChunks, require_room
+from kvcache.core import memory_calls
+from kvcache.core.errors import ConfigError
+from kvcache.core.host_limits import require_file_space, require_lockable, require_memory
+from kvcache.core.shared_pool import MOST_USERS, SharedTables, format_region, tables_bytes
+
+SHM = Path("/dev/shm")  # noqa: S108  (a folder of our own in it, see `_own`)
+OPEN_SECONDS = 30.0
+"""So long another process may take to attach: it reserves the tables."""
+
+PAGE_BYTES = 4096
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_USER = re.compile(r"user-(\d+)")
+
+
+class SharedRegion:
+    """One attachment. `tables`, `regions` and `chunks` are valid until `close`.
+
+    Args:
+        folder: for regions alone; made where it is not there.
+        name: of the region: letters, digits, `.`, `_`, `-`.
+        slots, page_bytes: of each group; equal for all users.
+        layout: 32 bytes that say what the pages are; equal for all users.
+        setting: what asked for so much, for messages.
+        lock: keep it from being swapped, within RLIMIT_MEMLOCK.
+
+    Raises:
+        ConfigError: a region of another kind or size, a limit, a folder that is not this user's, or
+            too many users.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        name: str,
+        *,
+        slots: Sequence[int],
+        page_bytes: Sequence[int],
+        layout: bytes,
+        setting: str,
+        lock: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"SharedConnector.name is {name!r}: give up to 64 letters, digits, '.', '_' or '-',"
+                " a letter or digit first"
+            )
+        self._folder = SHM / f"kvcache-{os.geteuid()}" if folder is None else folder
+        self.path = self._folder / name
+        self._open: list[int] = []
+        self._mapping: mmap.mmap | None = None
+        tables, offsets, total = _laid_out(slots, page_bytes)
+        self.tables_bytes, self.mapped_bytes = tables, total
+        if lock:
+            require_lockable(setting, total - tables)
+        try:
+            _own(self._folder)
+            with locked(self._folder / "lock", OPEN_SECONDS):
+                self._remove_stale()
+                self._attach(setting, slots, page_bytes, layout, seed)
+        except OSError as error:
+            self._drop()
+            raise ConfigError(
+                f"the shared region {self.path} cannot be used ({error}): give a folder that this"
+                " user may write, in memory (a tmpfs such as /dev/shm)"
+            ) from error
+        except BaseException:
+            self._drop()
+            raise
+        base = self._address()
+        self.regions = tuple(
+            PageRegion(base + at, size, count)
+            for at, size, count in zip(offsets, page_bytes, slots, strict=True)
+        )
+        memory = self._memory
+
+        def make_ready(address: int, size_bytes: int) -> None:
+            require_room(size_bytes)
+            os.posix_fallocate(memory, address - base, size_bytes)
+            memory_calls.populate(address, size_bytes)
+            if lock:
+                memory_calls.lock(address, size_bytes)
+
+        self.chunks = PoolChunks(self.regions, make_ready)
+
+    # ---- attaching, under FOLDER/lock ----------------------------------------------------------
+
+    def _attach(
+        self,
+        setting: str,
+        slots: Sequence[int],
+        page_bytes: Sequence[int],
+        layout: bytes,
+        seed: int | None,
+    ) -> None:
+        fresh = not os.path.lexists(self.path / "region")
+        if fresh:
+            require_file_space(setting, self._folder, self.mapped_bytes)
+            require_memory(setting, self.mapped_bytes)
+            self.path.mkdir(mode=0o700, exist_ok=True)
+        _own(self.path)
+        self.user = self._be_a_user()
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags |= os.O_CREAT | os.O_EXCL if fresh else 0
+        self._memory = os.open(self.path / "region", flags, 0o600)
+        self._open.append(self._memory)
+        if fresh:
+            os.ftruncate(self._memory, self.mapped_bytes)
+            os.posix_fallocate(self._memory, 0, self.tables_bytes)
+        _own_file(self._memory, self.path / "region")
+        length = os.fstat(self._memory).st_size
+        if length < self.tables_bytes:  # not even tables: another geometry, or cut short
+            raise ConfigError(
+                self._misfit(f"it has {length} bytes, {self.mapped_bytes} are asked for")
+            )
+        self._mapping = mmap.mmap(self._memory, length, flags=mmap.MAP_SHARED)
+        if fresh:
+            format_region(
+                self._address(),
+                length,
+                slots,
+                page_bytes,
+                layout=layout,
+                seed=secrets.randbits(64) if seed is None else seed,
+            )
+        try:
+            self.tables = SharedTables(
+                self._address(), length, slots, page_bytes, layout=layout, user=self.user
+            )
+        except ConfigError as error:
+            raise ConfigError(self._misfit(str(error))) from None
+        # A number that was used before: its last user may have died since.
+        if not self.tables.forget(self.user):
+            raise ConfigError(self._misfit("a process that uses it is stopped and holds its lock"))
+
+    def _misfit(self, why: str) -> str:
+        return (
+            f"the shared region {self.path} is in use and cannot be shared: {why}. Give the same"
+            " geometry, capacity and fingerprint as its other users, or another name"
+        )
+
+    def _be_a_user(self) -> int:
+        """The lowest number that no living process has, locked from now on."""
+        for user in range(MOST_USERS):
+            path = self.path / f"user-{user}"
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(path, flags, 0o600)
+            if lock_now(descriptor) and _is(descriptor, path):  # and was not buried meanwhile
+                self._open.append(descriptor)
+                return user
+            os.close(descriptor)
+        raise ConfigError(self._misfit(f"it has {MOST_USERS} users, and no room for more"))
+
+    def _address(self) -> int:
+        assert self._mapping is not None
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+
+    # ---- the dead ------------------------------------------------------------------------------
+
+    def _remove_stale(self) -> None:
+        """Regions of this folder that no living process uses."""
+        for entry in list(self._folder.iterdir()):
+            if _is_region(entry) and not _is_used(entry):
+                _remove(entry)
+
+    def bury(self) -> int:
+        """Takes back what dead users hold. How many there were. For the copying thread."""
+        buried = 0
+        for user, path in _users(self.path):
+            if user == self.user:
+                continue
+            with suppress(OSError):
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    # Under its lock: a process that comes now takes another number.
+                    if lock_now(descriptor) and _is(descriptor, path) and self.tables.forget(user):
+                        path.unlink()
+                        buried += 1
+                finally:
+                    os.close(descriptor)
+        return buried
+
+    # ---- leaving -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of everything that is held here; remove the region if nobody else uses it. Idempotent.
+
+        Where a chunk is still being made ready, after a long wait, the memory stays mapped.
+        """
+        if self._mapping is None:
+            return
+        idle = self.chunks.close()
+        self.tables.forget(self.user)
+        self.tables.detach()
+        with suppress(OSError, ConfigError), locked(self._folder / "lock", OPEN_SECONDS):
+            with suppress(OSError):
+                (self.path / f"user-{self.user}").unlink()
+            if not _is_used(self.path):
+                _remove(self.path)
+        if idle:
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._mapping is not None:
+            self._mapping.close()
+            self._mapping = None
+        while self._open:
+            os.close(self._open.pop())
+
+
+def _laid_out(slots: Sequence[int], page_bytes: Sequence[int]) -> tuple[int, list[int], int]:
+    """Bytes of the tables, where the pages of each group begin, and bytes of all."""
+    tables = tables_bytes(slots, page_bytes)
+    offsets, at = [], tables
+    for size, count in zip(page_bytes, slots, strict=True):
+        offsets.append(at)
+        at += -(-size * count // PAGE_BYTES) * PAGE_BYTES
+    return tables, offsets, at
+
+
+def _own(folder: Path) -> None:
+    """The folder is this user's, and nobody else may look into it; made where it is not there."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode):
+        raise ConfigError(f"{folder} is no folder: remove it, or give another one")
+    _require_own(about, folder)
+
+
+def _own_file(descriptor: int, path: Path) -> None:
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode):
+        raise ConfigError(f"{path} is no file: remove it, or give another name")
+    _require_own(about, path)
+
+
+def _require_own(about: os.stat_result, path: Path) -> None:
+    if about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        raise ConfigError(
+            f"{path} belongs to user {about.st_uid} with mode {about.st_mode & 0o777:o}: it must be"
+            f" user {os.geteuid()}'s alone (chmod go-rwx), as who may write there can give wrong"
+            " bytes; give another folder or name"
+        )
+
+
+def _is_region(path: Path) -> bool:
+    """A folder with the files of a region, and no others: whatever else somebody keeps here stays."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    names = {entry.name for entry in path.iterdir()}
+    return "region" in names and all(n == "region" or _USER.fullmatch(n) for n in names)
+
+
+def _remove(path: Path) -> None:
+    """Whoever has it mapped keeps the memory."""
+    with suppress(OSError):
+        for entry in list(path.iterdir()):
+            entry.unlink()
+        path.rmdir()
+
+
+def _users(path: Path) -> Iterator[tuple[int, Path]]:
+    with suppress(OSError):
+        for entry in list(path.iterdir()):
+            found = _USER.fullmatch(entry.name)
+            if found is not None:
+                yield int(found[1]), entry
+
+
+def _is_used(path: Path) -> bool:
+    """Whether a living process is a user of the region."""
+    for _, entry in _users(path):
+        with suppress(OSError):
+            descriptor = os.open(entry, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if not lock_now(descriptor):
+                    return True
+            finally:
+                os.close(descriptor)
+    return False
+
+
+def _is(descriptor: int, path: Path) -> bool:
+    """Whether the path still leads to the open file."""
+    try:
+        ours, there = os.fstat(descriptor), path.lstat()
+    except FileNotFoundError:
+        return False
+    return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)

@@ -1,0 +1,341 @@
+"""Slots that several processes share: the tables in a mapped region, each group of them as a `PagePool`.
+
+A namespace's number is the namespace, as a whole number of 32 bytes. A call that does not get the
+region's lock in time finds nothing and takes nothing; what it was to let go is let go by the next.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core import arrays, native
+from kvcache.core.errors import ConfigError
+from kvcache.core.pool import POOL_EVENT_DTYPE, PagePool
+from kvcache.core.records import PoolStats
+
+MOST_USERS = 64
+"""Attachments of one region at a time."""
+
+_BUSY = 2
+_PAUSE_SECONDS = 1.0
+"""Who did not get the lock does not try for so long: its owner was stopped in the middle of a change."""
+
+
+class SpaceNumbers(dict[bytes, int]):
+    """Numbers of namespaces that are the namespaces: equal in all processes, and none is kept."""
+
+    def get(self, namespace: bytes, default: object = None) -> int:  # noqa: ARG002
+        """Every namespace has one."""
+        return int.from_bytes(namespace, "little")
+
+    def setdefault(self, namespace: bytes, default: int = 0) -> int:  # noqa: ARG002
+        """Every namespace has one."""
+        return int.from_bytes(namespace, "little")
+
+
+class SharedStats(NamedTuple):
+    """The slots of one group, as all processes use them."""
+
+    capacity: int
+    created: int
+    mine: int
+    used: int
+    held: int
+    keyed: int
+    evictions: int
+    recoveries: int
+
+
+def tables_bytes(slots: Sequence[int], page_bytes: Sequence[int]) -> int:
+    """Bytes of a region before its pages: bookkeeping of all groups."""
+    ffi, lib = native.load()
+    out = ffi.new("int64_t*")
+    native.call(lib.kvc_shared_tables, len(slots), *_sizes(slots, page_bytes), out)
+    return int(out[0])
+
+
+def format_region(
+    address: int,
+    size_bytes: int,
+    slots: Sequence[int],
+    page_bytes: Sequence[int],
+    *,
+    layout: bytes,
+    seed: int,
+) -> None:
+    """Tables in memory that is all zeros and that nobody else uses yet."""
+    ffi, lib = native.load()
+    native.call(
+        lib.kvc_shared_format,
+        ffi.cast("uint8_t*", address),
+        size_bytes,
+        len(slots),
+        *_sizes(slots, page_bytes),
+        layout,
+        seed,
+    )
+
+
+def _sizes(slots: Sequence[int], page_bytes: Sequence[int]) -> tuple[Any, Any]:
+    ffi, _ = native.load()
+    return ffi.new("int64_t[]", list(slots)), ffi.new("int64_t[]", list(page_bytes))
+
+
+class SharedTables:
+    """One user of a region: its pools, and its copies.
+
+    `pools` and what they do is for one thread; `store`, `load` and `forget` for one other.
+
+    Raises:
+        ConfigError: the region was made for something else; the message says for what.
+    """
+
+    def __init__(
+        self,
+        address: int,
+        size_bytes: int,
+        slots: Sequence[int],
+        page_bytes: Sequence[int],
+        *,
+        layout: bytes,
+        user: int,
+    ) -> None:
+        self._ffi, self._lib = native.load()
+        out = self._ffi.new("kvc_shared**")
+        native.call(
+            self._lib.kvc_shared_new,
+            self._ffi.cast("uint8_t*", address),
+            size_bytes,
+            len(slots),
+            *_sizes(slots, page_bytes),
+            layout,
+            user,
+            out,
+        )
+        self._native = self._ffi.gc(out[0], self._lib.kvc_shared_free)
+        self.user = user
+        self.busy = 0
+        """Calls that did not get the lock in time."""
+        self._until = 0.0
+        self._using = threading.Lock()
+        self._detached = False
+        self.pools = [SharedPool(self, group, n) for group, n in enumerate(slots)]
+
+    # ---- for the pools -------------------------------------------------------------------------
+
+    def call(self, function: Any, *args: Any) -> bool:
+        """False: nothing was done, another process has the lock, or the region is gone."""
+        with self._using:
+            if time.monotonic() < self._until:
+                return False
+            if native.call(function, self._native, *args) != _BUSY:
+                return True
+            if self._detached:
+                return False
+        self.busy += 1
+        self._until = time.monotonic() + _PAUSE_SECONDS
+        return False
+
+    # ---- for the copying thread ----------------------------------------------------------------
+
+    def store(
+        self,
+        group: int,
+        addresses: NDArray[np.uint64],
+        slots: NDArray[np.int32],
+        names: NDArray[np.uint8],
+    ) -> None:
+        """Pages at these addresses into slots that are held, each with its checksum."""
+        native.call(
+            self._lib.kvc_shared_store, self._native, group, *self._copy(addresses, slots, names)
+        )
+
+    def load(
+        self,
+        group: int,
+        addresses: NDArray[np.uint64],
+        slots: NDArray[np.int32],
+        names: NDArray[np.uint8],
+    ) -> NDArray[np.uint8]:
+        """Slots that are held to pages at these addresses; 1 where the right bytes have arrived."""
+        ok = np.zeros(len(slots), np.uint8)
+        native.call(
+            self._lib.kvc_shared_load,
+            self._native,
+            group,
+            *self._copy(addresses, slots, names),
+            self._ffi.from_buffer("uint8_t[]", ok),
+        )
+        return ok
+
+    def _copy(
+        self,
+        addresses: NDArray[np.uint64],
+        slots: NDArray[np.int32],
+        names: NDArray[np.uint8],
+    ) -> tuple[Any, ...]:
+        pages = arrays.flat(addresses, np.uint64, "addresses")
+        held = arrays.flat(slots, np.int32, "slots")
+        rows = np.ascontiguousarray(names, np.uint8)
+        if len(pages) != len(held) or rows.shape != (len(held), 64):
+            raise ConfigError(
+                f"{len(pages)} pages, {len(held)} slots, names {rows.shape}: one each"
+            )
+        return (
+            self._ffi.from_buffer("uint64_t[]", pages),
+            self._ffi.from_buffer("int32_t[]", held),
+            self._ffi.from_buffer("uint8_t[]", rows),
+            len(held),
+        )
+
+    def detach(self) -> None:
+        """The region will be unmapped: from now on nothing is found, and nobody looks there."""
+        with self._using:
+            self._detached = True
+            self._until = 0.0
+            native.call(self._lib.kvc_shared_detach, self._native)
+
+    def forget(self, user: int) -> bool:
+        """A user that is dead, or this one at its end, holds nothing any more. False: not now."""
+        return native.call(self._lib.kvc_shared_forget, self._native, user) != _BUSY
+
+
+class SharedPool(PagePool):
+    """The slots of one group, as a `PagePool` that others use too. Keeps no events."""
+
+    def __init__(self, tables: SharedTables, group: int, capacity: int) -> None:
+        self._ffi, self._lib = native.load()
+        self._tables = tables
+        self._group = group
+        self.capacity = capacity
+        self._version = 1
+        self._stats = SharedStats(capacity, 0, 0, 0, 0, 0, 0, 0)
+        self._owed: list[Callable[[], bool]] = []
+        """What another process's lock kept from being done."""
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a key appears or goes, whoever does it. Takes no lock."""
+        out = self._ffi.new("uint64_t*")
+        if self._tables.call(self._lib.kvc_shared_version, self._group, out):
+            self._version = int(out[0])
+        return self._version
+
+    def present(self, namespace: int, digests: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """As `PagePool.present`."""
+        rows, out = _rows(digests), np.zeros(len(digests), np.uint8)
+        self._find(self._lib.kvc_shared_present, namespace, rows, "uint8_t", out)
+        return out
+
+    def acquire(self, namespace: int, digests: NDArray[np.uint8]) -> NDArray[np.int32]:
+        """As `PagePool.acquire`. What is held here nobody evicts."""
+        rows, out = _rows(digests), np.full(len(digests), -1, np.int32)
+        self._find(self._lib.kvc_shared_acquire, namespace, rows, "int32_t", out)
+        return out
+
+    def _find(
+        self, function: Any, namespace: int, rows: NDArray[np.uint8], ctype: str, out: NDArray[Any]
+    ) -> None:
+        self._pay()
+        self._tables.call(
+            function,
+            self._group,
+            _space(namespace),
+            self._ffi.cast("uint8_t*", rows.ctypes.data),
+            max(rows.strides[0], 32),
+            len(rows),
+            self._ffi.from_buffer(f"{ctype}[]", out),
+        )
+
+    def take(self, count: int) -> NDArray[np.int32]:
+        """As `PagePool.take`; what anybody holds is not taken."""
+        self._pay()
+        out = np.empty(max(0, min(count, self.capacity)), np.int32)
+        taken = self._ffi.new("int64_t*")
+        buffer = self._ffi.from_buffer("int32_t[]", out)
+        self._tables.call(self._lib.kvc_shared_take, self._group, len(out), buffer, taken)
+        return out[: taken[0]]
+
+    def publish(
+        self, namespace: int, digests: NDArray[np.uint8], pages: NDArray[np.int32]
+    ) -> NDArray[np.uint8]:
+        """As `PagePool.publish`: 0 also where another process was first."""
+        rows = np.ascontiguousarray(_rows(digests))
+        held = arrays.flat(pages, np.int32, "pages")
+        if len(rows) != len(held):
+            raise ConfigError(f"{len(rows)} keys for {len(held)} pages: one each")
+        out = np.zeros(len(rows), np.uint8)
+        self._pay()
+        self._tables.call(
+            self._lib.kvc_shared_publish,
+            self._group,
+            _space(namespace),
+            self._ffi.from_buffer("uint8_t[]", rows),
+            self._ffi.from_buffer("int32_t[]", held),
+            len(rows),
+            self._ffi.from_buffer("uint8_t[]", out),
+        )
+        return out
+
+    def unpublish(self, page: int) -> None:
+        """As `PagePool.unpublish`."""
+        self._owe(lambda: self._tables.call(self._lib.kvc_shared_unpublish, self._group, page))
+
+    def release(self, pages: NDArray[np.int32]) -> None:
+        """As `PagePool.release`; for this user alone."""
+        held = arrays.flat(pages, np.int32, "pages").copy()
+        buffer = self._ffi.from_buffer("int32_t[]", held)
+        self._owe(
+            lambda: self._tables.call(
+                self._lib.kvc_shared_release, self._group, buffer, len(buffer)
+            )
+        )
+
+    def _owe(self, call: Callable[[], bool]) -> None:
+        self._owed.append(call)
+        self._pay()
+
+    def _pay(self) -> None:
+        """What was to be done before, in order."""
+        while self._owed and self._owed[0]():
+            del self._owed[0]
+
+    def take_events(self) -> NDArray[np.void]:
+        """None are kept."""
+        return np.empty(0, POOL_EVENT_DTYPE)
+
+    def shared_stats(self) -> SharedStats:
+        """The last that could be read."""
+        self._pay()
+        out = self._ffi.new("kvc_shared_stats*")
+        if self._tables.call(self._lib.kvc_shared_get_stats, self._group, out):
+            self._stats = SharedStats(*(getattr(out, name) for name in SharedStats._fields))
+        return self._stats
+
+    def stats(self) -> PoolStats:
+        """`held` is what this user holds; what others hold counts as cached."""
+        s = self.shared_stats()
+        free = s.created - s.used
+        return PoolStats(s.capacity, s.created, free, s.used - s.mine, s.mine, s.keyed, s.evictions)
+
+    def check(self) -> None:
+        """Raise `InvariantError` if the tables disagree. O(slots), under the lock."""
+        self._pay()
+        self._tables.call(self._lib.kvc_shared_check, self._group)
+
+
+def _space(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def _rows(digests: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    rows = arrays.keys(digests, "digests")
+    if len(rows) and (rows.strides[1] != 1 or rows.strides[0] < 32):
+        return np.ascontiguousarray(rows)
+    return rows

@@ -1,0 +1,142 @@
+"""Faults in host memory: pools made ready in chunks, lazy stores, regions that processes share."""
+
+from __future__ import annotations
+
+from mutate.mutant import Mutant
+
+SHARED = "tests/connectors/test_shared.py::test_"
+PROCESSES = "tests/connectors/test_shared_processes.py::test_"
+CHUNKS = "tests/connectors/test_pool_chunks.py::test_"
+LAZY = "tests/connectors/test_driver_lazy.py::test_"
+BROKEN = ("ContractError",)
+
+HOST = [
+    Mutant(
+        "memory is touched whatever is left",
+        "connectors/host_pool.py",
+        "                require_room(size_bytes)\n",
+        "                pass\n",
+        (CHUNKS + "memory_that_went_since_the_start_fails_stores_and_nothing_else",),
+    ),
+    Mutant(
+        "stores go where no memory is ready",
+        "connectors/cpu.py",
+        "        count = int(ready.sum())",
+        "        ready |= True\n        count = int(ready.sum())",
+        (CHUNKS + "memory_that_went_since_the_start_fails_stores_and_nothing_else",),
+        BROKEN,
+    ),
+    Mutant(
+        "a chunk is made ready as often as it is asked for",
+        "connectors/pool_chunks.py",
+        "            self._ready[group][chunk] = True\n",
+        "            self._ready[group][0] = True\n",
+        (CHUNKS + "a_slot_may_be_written_if_its_bytes_were_made_ready_and_each_was_once",),
+    ),
+    Mutant(
+        "memory is made ready after the end",
+        "connectors/pool_chunks.py",
+        '            if self._stop.is_set():\n                return "the pool is closed"\n',
+        "",
+        (CHUNKS + "closing_ends_the_thread_between_two_chunks",),
+    ),
+    Mutant(
+        "lazy stores look a byte ahead",
+        "connectors/offload_stores.py",
+        "self._manager.next_evicted(self._ahead_bytes)",
+        "self._manager.next_evicted(1)",
+        (LAZY + "what_the_device_evicts_is_in_the_tier_by_then",),
+    ),
+    Mutant(
+        "lazy stores are eager",
+        "connectors/offload_stores.py",
+        "        if self._ahead_bytes is None:\n            return False\n",
+        "        return False\n",
+        (LAZY + "nothing_is_stored_while_the_device_has_room",),
+    ),
+    Mutant(
+        "regions in use are removed",
+        "connectors/shared_region.py",
+        "            if _is_region(entry) and not _is_used(entry):",
+        "            if _is_region(entry):",
+        (SHARED + "what_one_stores_all_find_at_once",),
+    ),
+    Mutant(
+        "whatever lies beside regions is taken for one",
+        "connectors/shared_region.py",
+        '    return "region" in names and all(n == "region" or _USER.fullmatch(n) for n in names)',
+        '    return "region" in names',
+        (SHARED + "what_else_lies_in_the_folder_stays",),
+    ),
+    Mutant(
+        "the last user leaves the region behind",
+        "connectors/shared_region.py",
+        "            if not _is_used(self.path):\n",
+        "            if _is_used(self.path):\n",
+        (SHARED + "where_regions_lie_by_default",),
+    ),
+    Mutant(
+        "memory of a region is not reserved",
+        "connectors/shared_region.py",
+        "            os.posix_fallocate(memory, address - base, size_bytes)\n",
+        "",
+        (SHARED + "a_file_system_that_others_fill_fails_stores_and_kills_nobody",),
+        ("crash",),
+    ),
+    Mutant(
+        "anybody's folder will do",
+        "connectors/shared_region.py",
+        "    if about.st_uid != os.geteuid() or about.st_mode & 0o077:",
+        "    if about.st_uid != os.geteuid():",
+        (SHARED + "a_folder_that_others_may_read_is_refused",),
+    ),
+    Mutant(
+        "the dead are not buried",
+        "connectors/shared.py",
+        "        self._region.bury()\n",
+        "",
+        (PROCESSES + "what_a_dead_process_held_is_let_go",),
+    ),
+    Mutant(
+        "what another process's lock kept from being done is forgotten",
+        "kvcache/core/shared_pool.py",
+        "        while self._owed and self._owed[0]():",
+        "        while self._owed and (self._owed[0]() or True):",
+        (PROCESSES + "one_that_stopped_in_the_middle_of_a_change_is_not_waited_for",),
+        BROKEN,
+    ),
+    Mutant(
+        "checksums of shared pages are not compared",
+        "csrc/shared_pages.cpp",
+        "ok[i] = std::memcmp(digest, slots(g)[held[i]].checksum, sizeof digest) == 0;",
+        "ok[i] = 1;",
+        (SHARED + "a_page_that_changed_is_a_miss_and_goes",),
+        BROKEN,
+    ),
+    Mutant(
+        "checksums of shared pages know no key",
+        "csrc/shared_pages.cpp",
+        "    std::memcpy(end + rest, name, sizeof(SharedName));\n",
+        "    (void)name;\n",
+        (SHARED + "the_slot_of_another_key_is_not_taken_for_the_wanted_one",),
+        BROKEN,
+    ),
+    Mutant(
+        "tables are taken as a dead owner left them",
+        "csrc/shared_pool.cpp",
+        "        rebuild();\n        ++head().recoveries;",
+        "        ++head().recoveries;",
+        ("csrc/tests/test_shared_pool",),
+        ("crash", "hang"),
+    ),
+    Mutant(
+        "a slot has its key before its name",
+        "csrc/shared_pool.cpp",
+        "            s.name = name;\n            std::atomic_ref(s.keyed).store(1, std::memory_order_release);",
+        "            std::atomic_ref(s.keyed).store(1, std::memory_order_release);\n"
+        "            for (volatile int i = 0; i < 3000; i = i + 1) {\n            }\n"
+        "            s.name = name;",
+        ("csrc/tests/test_shared_pool",),
+        ("crash", "hang"),
+    ),
+]
