@@ -9,7 +9,7 @@ One step:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +75,7 @@ class Engine:
         manager: owns those pages; built for `runner.geometry`. May be `movable`: the engine lets
             the runner do the copies.
         offload: a tier below the device, made for the same manager; None: no tier.
+        clock: what timings go by, in seconds.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Engine:
         offload: Offload | None = None,
         *,
         settings: EngineSettings | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if runner.geometry != manager.geometry:
             raise ConfigError("the runner and the manager were built for different geometries")
@@ -100,6 +102,7 @@ class Engine:
         self._runner = runner
         self._manager = manager
         self._offload = offload
+        self._clock = clock
         self._requests: dict[int, Request] = {}
         self._arrivals = 0
         self._events: list[Event] = []
@@ -147,7 +150,7 @@ class Engine:
             prompt_tokens=len(tokens),
             known=len(tokens),
             stop_ids=stops,
-            arrival=time.perf_counter(),
+            arrival=self._clock(),
             order=self._arrivals,
         )
         self._arrivals += 1
@@ -232,7 +235,7 @@ class Engine:
         preempted = self.counters.preemptions
         ended = self.scheduler.collect_loads()
         batch, sampled = self._compute()
-        now = time.perf_counter()
+        now = self._clock()
         for work, token in zip(batch, sampled, strict=True):
             self._take(work, int(token), now)
         if self._offload is not None:
@@ -344,6 +347,8 @@ class Engine:
         self._events.append(Token(request.id, token))
         if reason is not None:
             self._close(request, reason)
+        elif request.foreign:
+            self._manager.extend_foreign(request.id, 1)
         else:
             self._manager.extend(request.id, [token])
 
@@ -355,7 +360,7 @@ class Engine:
         else:
             self._manager.abort(request.id)
         self.counters.finished_requests += 1
-        timing = Timing(request.arrival, request.first_token, time.perf_counter())
+        timing = Timing(request.arrival, request.first_token, self._clock())
         self._events.append(Finished(request.id, reason, request.usage(), timing))
 
     def _idle(self) -> None:
@@ -363,7 +368,7 @@ class Engine:
 
         A request that waits too long is given up.
         """
-        now = time.perf_counter()
+        now = self._clock()
         if self._idle_since is None:
             self._idle_since = now
         elif now - self._idle_since > self.settings.stall_seconds:

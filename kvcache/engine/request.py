@@ -130,6 +130,8 @@ class Request:
     arrival: float
     order: int
     """Rank of arrival: smaller is older."""
+    foreign: bool = False
+    """Its keys come from outside, its tokens are not known."""
     computed: int = 0
     """Tokens whose KV is in pages that the request holds."""
     granted: int = 0
