@@ -56,17 +56,23 @@ class SimulatedRunner:
 
     Args:
         stamps: what lies in the pages; None: nothing.
+        vocab_size: of the token ids that prompts may have.
 
     Attributes:
         busy_seconds: of all steps.
     """
 
-    vocab_size = 1
     context_tokens = MOST_TOKENS
 
     def __init__(
-        self, roofline: Roofline, clock: SimulatedClock, stamps: PageStamps | None = None
+        self,
+        roofline: Roofline,
+        clock: SimulatedClock,
+        stamps: PageStamps | None = None,
+        *,
+        vocab_size: int = 1,
     ) -> None:
+        self.vocab_size = vocab_size
         self.geometry = roofline.geometry
         self.roofline = roofline
         self.busy_seconds = 0.0
