@@ -162,7 +162,8 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         default=UNSET,
         metavar="N|inf",
         help="size of the pool as tokens of KV, such as 2.56M or 512Ki; states and windows share its"
-        f" bytes (default: inf; with --hardware what its memory holds beside the weights); {SUFFIXES}",
+        " bytes (default: inf; of replay --hardware what its memory holds beside the weights);"
+        f" {SUFFIXES}",
     )
     parser.add_argument(
         "--retention",

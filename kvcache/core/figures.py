@@ -9,8 +9,8 @@ from kvcache.core.alike import alike
 from kvcache.core.errors import ConfigError
 from kvcache.core.values import shown
 
-_SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "P": 1e15}
-_NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?(?:e-?[0-9]{1,2})?)([kMGBTP]?)", re.ASCII)
+_DIGITS = {"": 0, "k": 3, "M": 6, "G": 9, "B": 9, "T": 12, "P": 15}
+_NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)(?:e(-?[0-9]{1,2}))?([kMGBTP]?)", re.ASCII)
 
 
 def parse_figures(parts: Iterable[str], names: Sequence[str], what: str) -> dict[str, float]:
@@ -35,5 +35,5 @@ def parse_figures(parts: Iterable[str], names: Sequence[str], what: str) -> dict
             )
         if name in found:
             raise ConfigError(f"{what} has {name} twice")
-        found[name] = float(number[1]) * _SCALES[number[2]]
+        found[name] = float(f"{number[1]}e{int(number[2] or 0) + _DIGITS[number[3]]}")
     return found

@@ -79,6 +79,10 @@ HARDWARE: Mapping[str, Hardware] = {
         flops=2250e12, memory=8e12, capacity=180e9, link=46e9,
         source=_NVIDIA.format("B200 (HGX)", 5, "40 to 46 GB/s"),
     ),
+    "b300": Hardware(
+        flops=2250e12, memory=8e12, capacity=288e9, link=46e9,
+        source=_NVIDIA.format("B300 (HGX)", 5, "as of a B200"),
+    ),
     "l40s": Hardware(
         flops=362e12, memory=864e9, capacity=48e9, link=25e9,
         source=_NVIDIA.format("L40S", 4, "24 to 26 GB/s"),

@@ -122,7 +122,7 @@ def test_laws_hold_where_requests_push_each_other_out(preset: str) -> None:
     preemptions = hits = 0
     for seed, host in ((1, None), (2, 400 * BLOCK), (3, 60 * BLOCK)):
         requests = [
-            r._replace(arrival_seconds=0.02 * i, output_tokens=min(400, r.output_tokens))
+            r._replace(arrival_seconds=0.02 * i, output_tokens=min(160, r.output_tokens))
             for i, r in enumerate(random_trace(seed, 36))
         ]
         settings = ReplaySettings(

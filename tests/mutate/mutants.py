@@ -1,4 +1,4 @@
-"""All faults, in a file for each room: keys, memory, explanations, Python, the engine, tiers."""
+"""All faults, in a file for each room: keys, memory, explanations, Python, the engine, simulated time, tiers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from mutate.mutants_explain import EXPLAIN
 from mutate.mutants_keys import KEYS
 from mutate.mutants_memory import MEMORY
 from mutate.mutants_python import PYTHON
+from mutate.mutants_simulated import SIMULATED
 from mutate.mutants_tiers import TIERS
 
-MUTANTS = [*KEYS, *MEMORY, *EXPLAIN, *PYTHON, *ENGINE, *TIERS]
+MUTANTS = [*KEYS, *MEMORY, *EXPLAIN, *PYTHON, *ENGINE, *SIMULATED, *TIERS]
