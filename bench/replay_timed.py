@@ -202,7 +202,9 @@ class TimedReplay:
         clock, engine = self.clock, self.engine
         before, used = clock.now, thread_time()
         explained = self._manager.explain_seconds
-        transfer = NEVER if self._worker is None else self._worker.next_seconds
+        transfer = NEVER
+        if self._worker is not None:
+            transfer, self._worker.wake_at = self._worker.next_seconds, next_arrival
         events: list[Event] = []
         if not engine.leap(min(next_arrival, transfer)):
             events = engine.step()

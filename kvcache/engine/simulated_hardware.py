@@ -108,7 +108,7 @@ def parse_hardware(text: str) -> Hardware:
     if name in HARDWARE:
         return replace(HARDWARE[name], **figures)  # type: ignore[arg-type]
     if not name and not missing:
-        return Hardware(**figures, source="as given")  # type: ignore[arg-type]
+        return Hardware(**figures, source="as given")
     what = f"there is no hardware {shown(name)}{alike(name, list(HARDWARE))}"
     if not name:
         what = f"--hardware {shown(text)} has no {', '.join(missing)}"

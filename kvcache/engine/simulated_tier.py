@@ -57,6 +57,7 @@ class SimulatedWorker(TierWorker):
 
     Attributes:
         busy_seconds: of the link, by direction.
+        wake_at: `wait` lets no time pass beyond it: something else happens then.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class SimulatedWorker(TierWorker):
         stamps: PageStamps | None = None,
     ) -> None:
         self.busy_seconds = dict.fromkeys(Direction, 0.0)
+        self.wake_at = NEVER
         self._page_bytes = np.array(page_bytes, np.int64)
         self._hardware = hardware
         self._clock = clock
@@ -139,9 +141,9 @@ class SimulatedWorker(TierWorker):
             move(group, transfer.pages[rows], transfer.slots[rows])
 
     def wait(self, timeout_seconds: float) -> bool:
-        """The clock moves on to the next end of a copy, or so far."""
+        """The clock moves on to the next end of a copy, or so far, or to `wake_at`."""
         ends = self.next_seconds
-        self._clock.advance_to(min(ends, self._clock.now + timeout_seconds))
+        self._clock.advance_to(min(ends, self._clock.now + timeout_seconds, self.wake_at))
         return bool(self._ended) or ends <= self._clock.now
 
     def close(self, timeout_seconds: float = 5.0) -> bool:  # noqa: ARG002

@@ -12,7 +12,7 @@ from engine.simulations import BLOCK, HARDWARE, Simulation, simulation
 from kvcache.connectors.base import Direction, PageRegion, Transfer
 from kvcache.core.errors import CapacityError, InvariantError
 from kvcache.engine.simulated import SimulatedClock
-from kvcache.engine.simulated_tier import QUEUE_DEPTH, SimulatedWorker
+from kvcache.engine.simulated_tier import NEVER, QUEUE_DEPTH, SimulatedWorker
 
 # ---- closed forms --------------------------------------------------------------------------------------
 
@@ -189,7 +189,11 @@ def test_copies_of_one_direction_go_one_after_the_other(
     assert tier.wait(10.0)
     assert clock.now == pytest.approx(one)
     assert sorted(result.id for result in tier.poll()) == [0, 1]
+    tier.wake_at = 1.25 * one
     assert not tier.wait(0.5 * one)
+    assert clock.now == pytest.approx(1.25 * one)
+    tier.wake_at = NEVER
+    assert not tier.wait(0.25 * one)
     assert clock.now == pytest.approx(1.5 * one)
     assert tier.wait(10.0)
     (last,) = tier.poll()
