@@ -15,7 +15,7 @@ SIMULATED = [
         "kvcache/engine/simulated_roofline.py",
         "new + (group.reach - 1)",
         "new + group.reach",
-        (ROOFLINE + "attention_costs_what_its_queries_do_one_by_one[gemma-3-27b]",),
+        (ROOFLINE + "attention_costs_what_its_queries_do_one_by_one",),
     ),
     Mutant(
         "a batch reads the experts of one token",
