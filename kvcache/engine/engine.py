@@ -9,7 +9,7 @@ One step:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,7 @@ from kvcache.engine.request import (
 from kvcache.engine.scheduler import Scheduler, Work
 
 MAX_WAIT_SECONDS = 86_400.0
+MAX_PRIORITY = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +54,15 @@ class EngineSettings:
     """How long one step waits for transfers or pages when it has nothing to compute."""
     stall_seconds: float = 60.0
     """After so long without any progress the oldest request is given up."""
+    priority_seconds: float = 60.0
+    """A request goes before one of the next lower priority that came up to so much earlier."""
     debug: bool = False
     """Recount the manager's invariants after each step. O(pages) per step."""
 
     def __post_init__(self) -> None:
         if self.max_waiting < 1:
             raise ConfigError(f"max_waiting is {self.max_waiting}: it must be above 0")
-        for name in ("idle_wait_seconds", "stall_seconds"):
+        for name in ("idle_wait_seconds", "stall_seconds", "priority_seconds"):
             if not 0 < getattr(self, name) <= MAX_WAIT_SECONDS:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}: it must be above 0 and at most"
@@ -75,6 +78,7 @@ class Engine:
         manager: owns those pages; built for `runner.geometry`. May be `movable`: the engine lets
             the runner do the copies.
         offload: a tier below the device, made for the same manager; None: no tier.
+        clock: what timings and priorities go by, in seconds.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class Engine:
         offload: Offload | None = None,
         *,
         settings: EngineSettings | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if runner.geometry != manager.geometry:
             raise ConfigError("the runner and the manager were built for different geometries")
@@ -100,6 +105,7 @@ class Engine:
         self._runner = runner
         self._manager = manager
         self._offload = offload
+        self._clock = clock
         self._requests: dict[int, Request] = {}
         self._arrivals = 0
         self._events: list[Event] = []
@@ -116,6 +122,7 @@ class Engine:
         stop_ids: Sequence[int] = (),
         boundaries: Sequence[int] = (),
         salt: str = "",
+        priority: int = 0,
     ) -> int:
         """Queue a prompt; returns the request's id.
 
@@ -125,6 +132,8 @@ class Engine:
             stop_ids: generation ends after one of these; it is part of the output.
             boundaries: prompt positions where a prefix is known to be shared (see `Manager.open`).
             salt: requests share prefixes only under an equal salt.
+            priority: smaller goes first, see `EngineSettings.priority_seconds`; equal ones in order
+                of arrival. From -1,000,000 to 1,000,000.
 
         Raises:
             InputError: an empty prompt, a token id out of range, more tokens than the context.
@@ -137,18 +146,22 @@ class Engine:
                 " max_waiting"
             )
         total = len(tokens) + max_new_tokens
+        number = whole(priority, "priority", least=-MAX_PRIORITY, most=MAX_PRIORITY)
         stops = frozenset(int(i) for i in arrays.flat(stop_ids, np.int64, "stop_ids"))
         buffer = np.empty(total, np.int32)
         buffer[: len(tokens)] = tokens
         handle = self._manager.open(tokens, max_tokens=total, salt=salt, boundaries=boundaries)
+        now = self._clock()
         request = Request(
             id=handle,
             tokens=buffer,
             prompt_tokens=len(tokens),
             known=len(tokens),
             stop_ids=stops,
-            arrival=time.perf_counter(),
+            arrival=now,
             order=self._arrivals,
+            priority=number,
+            due=now + number * self.settings.priority_seconds,
         )
         self._arrivals += 1
         self._requests[handle] = request
@@ -232,7 +245,7 @@ class Engine:
         preempted = self.counters.preemptions
         ended = self.scheduler.collect_loads()
         batch, sampled = self._compute()
-        now = time.perf_counter()
+        now = self._clock()
         for work, token in zip(batch, sampled, strict=True):
             self._take(work, int(token), now)
         if self._offload is not None:
@@ -355,7 +368,7 @@ class Engine:
         else:
             self._manager.abort(request.id)
         self.counters.finished_requests += 1
-        timing = Timing(request.arrival, request.first_token, time.perf_counter())
+        timing = Timing(request.arrival, request.first_token, self._clock())
         self._events.append(Finished(request.id, reason, request.usage(), timing))
 
     def _idle(self) -> None:
@@ -363,12 +376,13 @@ class Engine:
 
         A request that waits too long is given up.
         """
-        now = time.perf_counter()
+        now = self._clock()
         if self._idle_since is None:
             self._idle_since = now
         elif now - self._idle_since > self.settings.stall_seconds:
             self._idle_since = None
-            self._close(min(self._requests.values(), key=lambda r: r.order), Reason.STALLED)
+            assert self.scheduler.oldest is not None
+            self._close(self.scheduler.oldest, Reason.STALLED)
             return
         if self._offload is not None:
             self._offload.wait(self.settings.idle_wait_seconds)

@@ -36,16 +36,16 @@ class Counters:
     finished_requests: int = 0
 
 
-def age(request: Request) -> int:
-    """Rank of arrival: the order of every queue."""
-    return request.order
+def rank(request: Request) -> tuple[float, int]:
+    """Who is served first: the order of every queue. See `Request.rank`."""
+    return request.rank
 
 
 class Queues:
     """Keeps the manager and the tier informed of what becomes of each request.
 
     Attributes:
-        waiting, running: oldest first.
+        waiting, running: by rank.
         loading: by handle.
     """
 
@@ -56,6 +56,10 @@ class Queues:
         self.loading: dict[int, Request] = {}
         self._manager = manager
         self._offload = offload
+        self._open: dict[int, Request] = {}
+        """In order of arrival."""
+        self.oldest: Request | None = None
+        """Of all that are open: the one that the manager keeps room for, whatever its rank."""
         self._refused: Request | None = None
         self._refused_at: list[int] = []
 
@@ -67,8 +71,10 @@ class Queues:
     # ---- entering and leaving ------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a new request."""
-        insort(self.waiting, request, key=age)
+        """Queue a new request, younger than all others."""
+        self._open[request.id] = request
+        self.oldest = self.oldest or request
+        insort(self.waiting, request, key=rank)
 
     def remove(self, request: Request) -> None:
         """Take a request out, in any state. The caller closes it in the manager right after."""
@@ -78,6 +84,9 @@ class Queues:
         else:
             (self.waiting if request.status is Status.WAITING else self.running).remove(request)
         request.status = Status.DONE
+        del self._open[request.id]
+        if request is self.oldest:
+            self.oldest = next(iter(self._open.values()), None)
         self._refused = None
         if self._offload is not None:
             self._offload.forget(request.id)
@@ -93,7 +102,7 @@ class Queues:
 
     def _wait_again(self, request: Request) -> None:
         request.lose_pages()
-        insort(self.waiting, request, key=age)
+        insort(self.waiting, request, key=rank)
         self._refused = None
 
     def collect_loads(self) -> int:
@@ -122,7 +131,7 @@ class Queues:
         request.adopt(device_tokens, host_tokens)
         self.counters.device_tokens += device_tokens
         self.counters.restored_tokens += host_tokens
-        insort(self.running, request, key=age)
+        insort(self.running, request, key=rank)
 
     def _park(self, request: Request, hit: Hit, grant: Grant) -> None:
         """Its load is in flight: it holds the pages of the hit and computes nothing."""
@@ -133,11 +142,6 @@ class Queues:
         self.loading[request.id] = request
 
     # ---- who is first, who was refused -----------------------------------------------------------
-
-    def _is_oldest(self, request: Request) -> bool:
-        """Of all that are open: the one that the manager keeps room for."""
-        others = [*self.waiting[:1], *self.running[:1], *self.loading.values()]
-        return request.order <= min(map(age, others))
 
     def _held(self) -> list[int]:
         """Pages with a reference, of each size class."""

@@ -130,6 +130,10 @@ class Request:
     arrival: float
     order: int
     """Rank of arrival: smaller is older."""
+    priority: int = 0
+    """Smaller is sooner."""
+    due: float = 0.0
+    """Its arrival, moved by its priority: see `EngineSettings.priority_seconds`."""
     computed: int = 0
     """Tokens whose KV is in pages that the request holds."""
     granted: int = 0
@@ -150,6 +154,16 @@ class Request:
     """While it waits: the request whose load brings what it needs. Not looked at until that ends."""
     tables: dict[int, PageTable] = field(default_factory=dict)
     """By group: the pages that the runner was told of. A page that is held keeps its number."""
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Who is served first. It never changes, so that none is passed by ever new arrivals."""
+        return self.due, self.order
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the step that is scheduled now computes some of it: its pages are in use."""
+        return self.status is Status.RUNNING and self.granted > self.computed
 
     @property
     def remaining(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -54,6 +55,7 @@ def rig(
     tier_pages: Sequence[int] | None = None,
     tier: dict[str, Any] | None = None,
     runner_type: type[StampRunner] = StampRunner,
+    clock: Callable[[], float] = time.perf_counter,
     **limits: Any,
 ) -> Iterator[Rig]:
     """`pages`: the arena has room for so many of each group; or a number of slabs."""
@@ -67,7 +69,8 @@ def rig(
         offload = Offload(manager, connector, runner.regions())
     settings = EngineSettings(**({"token_budget": 64, "max_requests": 4, "debug": True} | limits))
     try:
-        yield Rig(Engine(runner, manager, offload, settings=settings), manager, runner, offload)
+        engine = Engine(runner, manager, offload, settings=settings, clock=clock)
+        yield Rig(engine, manager, runner, offload)
     finally:
         if offload is not None:
             offload.close()
