@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from kvcache.connectors.driver import Offload
 from kvcache.core.manager import Manager
 from kvcache.core.records import Grant, Hit
+from kvcache.engine.costs import Costs, hit_bytes
 from kvcache.engine.request import Request, Status
 
 
@@ -31,9 +32,23 @@ class Counters:
     recomputed_tokens: int = 0
     """Of `computed_tokens`: held before by the same request, lost to a preemption."""
     preemptions: int = 0
+    kept_preemptions: int = 0
+    """Of them, those whose last part was sent to the tier before its pages went."""
     failed_loads: int = 0
+    computed_instead_tokens: int = 0
+    """Not loaded, though a tier had them, because computing looked cheaper."""
+    proposed_tokens: int = 0
+    """Drafts that were checked."""
+    accepted_tokens: int = 0
+    """Of them, those that were right."""
     steps: int = 0
     finished_requests: int = 0
+    runner_seconds: float = 0.0
+    """In the runner: what it computes, and moves of pages."""
+    tier_seconds: float = 0.0
+    """In calls of the tier: plans, results, stores; not its copies, which run beside."""
+    scheduler_seconds: float = 0.0
+    """In the rest of the steps: scheduler and manager, tables, tokens. Without waits."""
 
 
 def rank(request: Request) -> tuple[float, int]:
@@ -49,8 +64,9 @@ class Queues:
         loading: by handle.
     """
 
-    def __init__(self, manager: Manager, offload: Offload | None) -> None:
+    def __init__(self, manager: Manager, offload: Offload | None, costs: Costs) -> None:
         self.counters = Counters()
+        self.costs = costs
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.loading: dict[int, Request] = {}
@@ -96,9 +112,26 @@ class Queues:
         self.running.remove(request)
         if self._offload is not None:
             self._offload.release(request.id)
+        computed = request.computed
         self._manager.preempt(request.id)
         self._wait_again(request)
         self.counters.preemptions += 1
+        if self._offload is None or not computed:
+            return
+        # What it computed last got keys just now: held by their stores, before others take the pages.
+        if self.costs.keeping_pays(hit_bytes(self._manager.geometry, 0, computed), computed):
+            self.counters.kept_preemptions += 1
+            self._offload.end_of_step()
+
+    def drop_loads(self) -> None:
+        """Nobody waits for the loads in flight any more: their requests are looked up again."""
+        for request in list(self.loading.values()):
+            assert self._offload is not None
+            del self.loading[request.id]
+            self._wake(request)
+            self._offload.release(request.id)
+            self._manager.preempt(request.id)
+            self._wait_again(request)
 
     def _wait_again(self, request: Request) -> None:
         request.lose_pages()
@@ -108,7 +141,10 @@ class Queues:
     def collect_loads(self) -> int:
         """Move requests whose load ended since the last call; returns how many. Never blocks."""
         ended = 0
-        for handle, ok in self._offload.poll() if self._offload is not None else ():
+        results = self._offload.poll() if self._offload is not None else []
+        for loaded_bytes, seconds in self._offload.take_timings() if self._offload else ():
+            self.costs.note_load(loaded_bytes, seconds)
+        for handle, ok in results:
             request = self.loading.pop(handle, None)
             if request is None:
                 continue
@@ -129,6 +165,9 @@ class Queues:
 
     def _run(self, request: Request, device_tokens: int, host_tokens: int) -> None:
         request.adopt(device_tokens, host_tokens)
+        if request.instead is not None:
+            self.costs.note_computed_instead(*request.instead)
+            self.counters.computed_instead_tokens += request.instead[1] - request.instead[0]
         self.counters.device_tokens += device_tokens
         self.counters.restored_tokens += host_tokens
         insort(self.running, request, key=rank)

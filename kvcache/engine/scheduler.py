@@ -36,7 +36,8 @@ from kvcache.connectors.driver import Offload
 from kvcache.core.errors import ConfigError
 from kvcache.core.manager import Manager
 from kvcache.core.records import Grant, Hit
-from kvcache.engine.forecast import common_tokens, has_room
+from kvcache.engine.costs import Costs, Loads, hit_bytes
+from kvcache.engine.forecast import common_tokens, has_room, lacks_room
 from kvcache.engine.queues import Queues, rank
 from kvcache.engine.request import Request, Status
 
@@ -48,11 +49,13 @@ FIRST = (-math.inf, 0)
 
 
 class Work(NamedTuple):
-    """Tokens [start, end) of a request are computed in this step; already committed."""
+    """Tokens [start, end) of a request are computed in this step; committed, if none is a draft."""
 
     request: Request
     start: int
     end: int
+    drafts: int = 0
+    """The last so many are guessed: the caller commits those that are right."""
 
 
 def _decodes(running: Sequence[Request]) -> int:
@@ -65,10 +68,12 @@ class Scheduler(Queues):
     Args:
         manager: pages and keys; only this scheduler allocates from it.
         offload: the tier below, or None.
+        costs: says what to load of it.
         move_pages: does the copies that the manager asks for; called before a load is submitted.
             The caller does the same before it computes.
         token_budget: most tokens of one step, all requests together.
         max_requests: most requests that run or load at one time.
+        draft_tokens: most guesses of a decoding request in one step.
     """
 
     def __init__(
@@ -76,9 +81,11 @@ class Scheduler(Queues):
         manager: Manager,
         offload: Offload | None,
         *,
+        costs: Costs,
         move_pages: Callable[[], None],
         token_budget: int,
         max_requests: int,
+        draft_tokens: int = 0,
     ) -> None:
         if max_requests < 1:
             raise ConfigError(f"max_requests is {max_requests}: it must be above 0")
@@ -87,10 +94,11 @@ class Scheduler(Queues):
                 f"token_budget is {token_budget}: below max_requests ({max_requests}), one prefill"
                 " could wait for ever behind the decodes; raise it or lower max_requests"
             )
-        super().__init__(manager, offload)
+        super().__init__(manager, offload, costs)
         self._move_pages = move_pages
         self._budget = token_budget
         self._max_requests = max_requests
+        self._draft_tokens = draft_tokens
         self._grid = manager.geometry.grid_tokens
         self._resume_at = FIRST
         """Rank with which the next admission begins."""
@@ -111,7 +119,8 @@ class Scheduler(Queues):
             decodes -= decode
             used = self._go_on(request, batch, budget - decodes, share=prefilling)
             if used is None:
-                self._only_oldest(batch, budget)
+                if request is not self.oldest:
+                    self._only_oldest(batch, budget)
                 return batch
             budget -= used
             prefilling |= used > 0 and not decode
@@ -127,6 +136,13 @@ class Scheduler(Queues):
         end = self._chunk_end(request, request.computed, budget, share=share)
         if end == request.computed:
             return 0
+        if request.guess >= 0 and request.remaining == 1:
+            grant = self._grant_drafts(request, budget)
+            if grant is not None:
+                batch.append(Work(request, grant.start, grant.end, grant.end - grant.start - 1))
+                return grant.end - grant.start
+        if self._offload is not None and request is self.oldest:
+            self._make_room_early(request, end)
         grant = self._grant(request, request.computed, end) or self._make_room(request, end)
         return None if grant is None else self._commit(batch, request, grant)
 
@@ -228,6 +244,25 @@ class Scheduler(Queues):
                 return None
             end = shorter
 
+    def _grant_drafts(self, request: Request, budget: int) -> Grant | None:
+        """Pages for the next token and guesses after it, if there is budget and space for any."""
+        most = min(self._draft_tokens, budget - 1, len(request.tokens) - request.known - 1)
+        if most < 1:
+            return None
+        grant = self._manager.allocate(request.id, 1, drafts=most)
+        if grant is None or grant.end - grant.start < 2:
+            return None
+        request.granted = grant.end
+        return grant
+
+    def _make_room_early(self, request: Request, end: int) -> None:
+        """Preempt others for the oldest before it is refused: after that no store can hold pages."""
+        while lacks_room(self._manager, request.id, end - request.computed):
+            victim = self._victim(request, anybody=True)
+            if victim is None:
+                return
+            self.preempt(victim)
+
     def _make_room(self, request: Request, end: int) -> Grant | None:
         """Preempt others, the last first, until the chunk fits; or the request itself."""
         while (why := self._manager.blockage(request.id)) in ("preempt", "wait"):
@@ -322,9 +357,31 @@ class Scheduler(Queues):
         return None
 
     def _lookup(self, request: Request) -> Hit | None:
-        if self._offload is None:
+        request.instead = None
+        if self._offload is None or self.costs.loads is Loads.NEVER:
             return self._manager.lookup(request.id)
-        return self._offload.lookup(request.id)
+        hit = self._offload.lookup(request.id)
+        if hit is None or hit.hit_tokens == hit.device_tokens:
+            return hit
+        return self._worth_loading(request, hit)
+
+    def _worth_loading(self, request: Request, hit: Hit) -> Hit | None:
+        """The hit, or what the device has of it, where computing the rest is cheaper.
+
+        Then the tier holds nothing for the request any more.
+        """
+        assert self._offload is not None
+        geometry, costs, waiting = self._manager.geometry, self.costs, self._offload.loading_bytes
+        begin, end = hit.device_tokens, hit.hit_tokens
+        if costs.load_pays(waiting + hit_bytes(geometry, begin, end), begin, end):
+            return hit
+        alone = self._manager.lookup(request.id)
+        there = max(alone.hit_tokens, alone.junction)  # full groups may reach farther than states
+        if there > begin and costs.load_pays(waiting + hit_bytes(geometry, there, end), begin, end):
+            return self._offload.lookup(request.id)
+        request.instead = (alone.hit_tokens, end)
+        self._offload.release(request.id)
+        return alone
 
     def _comes_by_itself(self, request: Request, hit: Hit, batch: list[Work]) -> bool:
         """Whether a load in flight or this step brings more of the prompt than is there now.

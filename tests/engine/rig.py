@@ -67,7 +67,8 @@ def rig(
     if tier_pages is not None:
         connector = CpuConnector(geometry, pages=tier_pages, **(tier or {}))
         offload = Offload(manager, connector, runner.regions())
-    settings = EngineSettings(**({"token_budget": 64, "max_requests": 4, "debug": True} | limits))
+    defaults = {"token_budget": 64, "max_requests": 4, "debug": True, "loads": "always"}
+    settings = EngineSettings(**(defaults | limits))
     try:
         engine = Engine(runner, manager, offload, settings=settings, clock=clock)
         yield Rig(engine, manager, runner, offload)
