@@ -91,9 +91,7 @@ def robust(rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[n
         found = _not_negative(relative * weights[:, None], weights)
         error = np.abs(relative @ found - 1)
         usual = max(float(np.median(error)), TOLERANCE)
-        weights: NDArray[np.float64] = (
-            np.minimum(1.0, 2 * usual / np.maximum(error, TOLERANCE)) ** 2
-        )
+        weights = np.minimum(1.0, 2 * usual / np.maximum(error, TOLERANCE)) ** 2
     coefficients: NDArray[np.float64] = found / scale
     return coefficients
 

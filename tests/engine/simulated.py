@@ -80,8 +80,10 @@ class SimulatedWorker(TierWorker):
         self.held += self.inner.poll()
         ready = [r for r in self.held if self.due.get(r.id, 0.0) <= self.clock.now]
         self.held = [r for r in self.held if r not in ready]
+        for result in ready:
+            self.due.pop(result.id, None)
         return [
-            replace(r, seconds=self.seconds.get(r.id, 0.0)) if r.direction is Direction.LOAD else r
+            replace(r, seconds=self.seconds.pop(r.id)) if r.direction is Direction.LOAD else r
             for r in ready
         ]
 
