@@ -399,4 +399,11 @@ class Scheduler(Queues):
                 if self._offload is not None:
                     self._offload.release(request.id)
                 return True
+        for other in self.running:  # those whose turn in this step is still to come
+            if (
+                other.remaining > 1
+                and not other.in_step
+                and common_tokens(self._manager, request, other, other.known) > most
+            ):
+                return True
         return hit.pending_tokens > hit.hit_tokens and bool(batch or self.loading)
