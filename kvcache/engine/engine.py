@@ -21,6 +21,7 @@ from kvcache.core.errors import CapacityError, ConfigError, HandleError, MisuseE
 from kvcache.core.manager import Manager
 from kvcache.core.values import whole
 from kvcache.engine.chunk import Chunk, Guesser, Guesses, Runner
+from kvcache.engine.chunk_maker import ChunkMaker
 from kvcache.engine.costs import Costs, Loads
 from kvcache.engine.intake import MAX_PRIORITY, validated
 from kvcache.engine.pauses import Pauses
@@ -28,7 +29,6 @@ from kvcache.engine.queues import Counters
 from kvcache.engine.request import (
     Event,
     Finished,
-    PageTable,
     Reason,
     Request,
     Result,
@@ -88,9 +88,7 @@ class Engine(Pauses):
         self._arrivals = 0
         self._events: list[Event] = []
         self._idle_since: float | None = None
-        rules = manager.geometry.rules
-        self._kinds = [each.kind for each in rules]
-        self._draft_groups = [g for g, each in enumerate(rules) if each.lookahead_tokens]
+        self._chunks = ChunkMaker(manager, self._guesser)
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -196,8 +194,14 @@ class Engine(Pauses):
         ended = self._timed(self.scheduler.collect_loads)
         batch, guesses = self._compute()
         now = self._clock()
+        told: dict[int, NDArray[np.int32]] = {}
         for work, guess in zip(batch, guesses, strict=True):
-            self._take(work, guess, now)
+            self._take(work, guess, now, told)
+        if told:
+            counts = [len(tokens) for tokens in told.values()]
+            self._manager.extend_many(
+                list(told), np.concatenate(list(told.values())), counts=counts
+            )
         if self._offload is not None:
             self._timed(self._offload.end_of_step)
         beside = counters.runner_seconds + counters.tier_seconds - beside
@@ -256,7 +260,7 @@ class Engine(Pauses):
             if not batch:
                 return [], []
             self.counters.steps += 1
-            chunks = [self._chunk(work) for work in batch]
+            chunks = [self._chunks.chunk(work) for work in batch]
             begin = self._clock()
             guesses = self._run(chunks)
             seconds = self._clock() - begin
@@ -306,62 +310,18 @@ class Engine(Pauses):
             self._runner.move_pages(moves)
             self.counters.runner_seconds += self._clock() - begin
 
-    def _chunk(self, work: Work) -> Chunk:
-        request, manager = work.request, self._manager
-        sure = work.end - work.drafts
-        if request.adopted and self._draft_groups:
-            self._clear_holes(request)
-        request.adopted = False
-        return Chunk(
-            tokens=request.tokens[work.start : sure],
-            start=work.start,
-            tables=[
-                None if kind == "state" else self._table(request, g, work.end)
-                for g, kind in enumerate(self._kinds)
-            ],
-            states=[
-                manager.state_plan(request.id, g) if kind == "state" else None
-                for g, kind in enumerate(self._kinds)
-            ],
-            following=int(request.tokens[sure]) if sure < request.known else -1,
-            drafts=work.drafts,
-            guess=request.guess,
-        )
-
-    def _clear_holes(self, request: Request) -> None:
-        """Blocks of draft groups inside a hit that nobody had: they hold what was there before."""
-        assert self._guesser is not None
-        for group in self._draft_groups:
-            holes = self._manager.draft_holes(request.id, group)
-            if holes:
-                pages = self._manager.block_table(request.id, group)[holes]
-                self._guesser.clear_pages(group, pages)
-
-    def _table(self, request: Request, group: int, end: int) -> NDArray[np.int32]:
-        """Pages up to token `end`. Copies only those that came since the last call.
-
-        What a span group gave up in the meantime stays in the table: nobody reads it there.
-        """
-        block = self._manager.geometry.block_tokens[group]
-        if not block:  # private pages
-            return self._manager.block_table(request.id, group)
-        if group not in request.tables:
-            request.tables[group] = PageTable(-(-len(request.tokens) // block))
-        table = request.tables[group]
-        if -(-end // block) > len(table):
-            table.append(self._manager.block_table(request.id, group, len(table)))
-        return table.pages
-
-    def _take(self, work: Work, guesses: Guesses, now: float) -> None:
+    def _take(
+        self, work: Work, guesses: Guesses, now: float, told: dict[int, NDArray[np.int32]]
+    ) -> None:
+        """What came of some work; tokens that the manager is to be told of go into `told`."""
         request, counters, tokens = work.request, self.counters, guesses.tokens
         counters.computed_tokens += work.end - work.start
         if request.status is not Status.RUNNING:
             return  # aborted or preempted while the runner had it
         before = request.recomputed_tokens
         request.advance(work.start + len(tokens) if work.drafts else work.end)
-        if work.drafts:  # pages of wrong guesses are not the request's any more
-            for group, table in request.tables.items():
-                table.cut(-(-request.computed // self._manager.geometry.block_tokens[group]))
+        if work.drafts:
+            self._chunks.cut_tables(request)
         counters.recomputed_tokens += request.recomputed_tokens - before
         if request.remaining > 0:
             return
@@ -370,11 +330,12 @@ class Engine(Pauses):
             reason = request.append(token, now)
             self._events.append(Token(request.id, token))
         request.guess = guesses.guess
-        told = tokens if reason is None else tokens[:-1]
-        if len(told):
-            self._manager.extend(request.id, told)
-        if reason is not None:
-            self._close(request, reason)
+        if reason is None:
+            told[request.id] = tokens
+            return
+        if len(tokens) > 1:  # the last one is not computed: it gets no key
+            self._manager.extend(request.id, tokens[:-1])
+        self._close(request, reason)
 
     def _close(self, request: Request, reason: Reason) -> None:
         self.scheduler.remove(request)

@@ -37,9 +37,10 @@ from kvcache.core.errors import ConfigError
 from kvcache.core.manager import Manager
 from kvcache.core.records import Grant, Hit
 from kvcache.engine.costs import Costs, Loads, hit_bytes
-from kvcache.engine.forecast import common_tokens, has_room, lacks_room
-from kvcache.engine.queues import Queues, rank
+from kvcache.engine.forecast import common_tokens, has_room
+from kvcache.engine.queues import rank
 from kvcache.engine.request import Request, Status
+from kvcache.engine.room import Room
 
 MAX_LOOKUPS = 64
 """In one step; more waiting requests have their turn in the next one."""
@@ -62,7 +63,7 @@ def _decodes(running: Sequence[Request]) -> int:
     return sum(request.remaining == 1 for request in running)
 
 
-class Scheduler(Queues):
+class Scheduler(Room):
     """Decides who gets pages and budget. Computes nothing.
 
     Args:
@@ -94,12 +95,10 @@ class Scheduler(Queues):
                 f"token_budget is {token_budget}: below max_requests ({max_requests}), one prefill"
                 " could wait for ever behind the decodes; raise it or lower max_requests"
             )
-        super().__init__(manager, offload, costs)
+        super().__init__(manager, offload, costs, draft_tokens=draft_tokens)
         self._move_pages = move_pages
         self._budget = token_budget
         self._max_requests = max_requests
-        self._draft_tokens = draft_tokens
-        self._grid = manager.geometry.grid_tokens
         self._resume_at = FIRST
         """Rank with which the next admission begins."""
 
@@ -196,21 +195,6 @@ class Scheduler(Queues):
         elif request.status is Status.RUNNING:
             self._go_on(request, batch, budget, share=False)
 
-    def _victim(self, request: Request, *, anybody: bool) -> Request | None:
-        """The running request that has to make room first; None: nobody has to.
-
-        Of those that rank behind it; for one that waits only of a lower priority, too; or anybody.
-        Never the oldest. None that this step computes: its pages stay in use.
-        """
-        waits = request.status is Status.WAITING
-        for other in reversed(self.running):
-            if other is request or other is self.oldest or other.in_step:
-                continue
-            behind = other.rank > request.rank
-            if anybody or (behind and (not waits or other.priority > request.priority)):
-                return other
-        return None
-
     def _commit(self, batch: list[Work], request: Request, grant: Grant) -> int:
         self._manager.commit(request.id, grant.end)
         request.granted = grant.end
@@ -230,52 +214,6 @@ class Scheduler(Queues):
         if floored > start:
             return floored
         return start if share else max(start, end)
-
-    def _grant(self, request: Request, start: int, end: int) -> Grant | None:
-        """Pages for [start, end), or for a shorter chunk where the arena has no more now."""
-        while True:
-            grant = self._manager.allocate(request.id, end - start)
-            if grant is not None or self._manager.blockage(request.id) == "frozen":
-                return grant
-            shorter = (start + (end - start) // 2) // self._grid * self._grid
-            if shorter <= start:
-                shorter = (start // self._grid + 1) * self._grid
-            if shorter >= end:
-                return None
-            end = shorter
-
-    def _grant_drafts(self, request: Request, budget: int) -> Grant | None:
-        """Pages for the next token and guesses after it, if there is budget and space for any."""
-        most = min(self._draft_tokens, budget - 1, len(request.tokens) - request.known - 1)
-        if most < 1:
-            return None
-        grant = self._manager.allocate(request.id, 1, drafts=most)
-        if grant is None or grant.end - grant.start < 2:
-            return None
-        request.granted = grant.end
-        return grant
-
-    def _make_room_early(self, request: Request, end: int) -> None:
-        """Preempt others for the oldest before it is refused: after that no store can hold pages."""
-        while lacks_room(self._manager, request.id, end - request.computed):
-            victim = self._victim(request, anybody=True)
-            if victim is None:
-                return
-            self.preempt(victim)
-
-    def _make_room(self, request: Request, end: int) -> Grant | None:
-        """Preempt others, the last first, until the chunk fits; or the request itself."""
-        while (why := self._manager.blockage(request.id)) in ("preempt", "wait"):
-            victim = self._victim(request, anybody=request is self.oldest)
-            if victim is None:
-                return None  # those before it hold the space, or loads, pins and steps, which end
-            self.preempt(victim)
-            grant = self._grant(request, request.computed, end)
-            if grant is not None:
-                return grant
-        if why == "restart":
-            self.preempt(request)
-        return None
 
     # ---- admission -----------------------------------------------------------------------------
 

@@ -54,6 +54,7 @@ def rig(
     *blocks: int,
     states: int = 0,
     window: int = 0,
+    drafts: int = 0,
     movable: bool = True,
     retention: RetentionPolicy | None = None,
     tier_pages: Sequence[int] | None = None,
@@ -67,7 +68,7 @@ def rig(
 
     `connector` makes the tier, in place of one in host memory.
     """
-    geometry = stamp_geometry(*(blocks or (16,)), states=states, window=window)
+    geometry = stamp_geometry(*(blocks or (16,)), states=states, window=window, drafts=drafts)
     slabs = pages if isinstance(pages, int) else slabs_for(geometry, pages)
     manager = Manager(
         geometry,
