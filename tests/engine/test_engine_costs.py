@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
-from engine.rig import evict_all, generate, rig, tokens
+from engine.rig import DRAIN_SECONDS, evict_all, generate, rig, tokens
 from engine.simulated import SimulatedRunner, Speeds, simulated
 from engine.stamp_runner import expected_output, stamp_geometry
 from hypothesis import given, settings, strategies as st
 
-from kvcache import ConfigError
-from kvcache.connectors.cpu import native_copy
+from kvcache import ConfigError, Manager, Sparse
+from kvcache.connectors.cpu import CpuConnector, native_copy
+from kvcache.connectors.driver import Offload
 from kvcache.engine.costs import SAMPLES, Costs, Fit, Loads, hit_bytes
-from kvcache.engine.engine import EngineSettings
+from kvcache.engine.engine import Engine, EngineSettings
+from kvcache.engine.runner import TorchRunner
+from kvcache.engine.tiny import build_model
 
 
 @given(
@@ -141,7 +145,7 @@ def test_the_choice_costs_at_most_a_tenth_more_than_the_better_of_the_two(
 
 
 def test_a_tier_that_is_slow_for_a_while_is_used_again_when_it_is_fast() -> None:
-    slow = Speeds(byte=1e-3)
+    slow = Speeds(byte=1.5e-4)
     with simulated([64], 16, speeds=slow, tier_pages=[512]) as r:
         assert r.offload is not None
         prompt = tokens(300, 1)
@@ -151,7 +155,7 @@ def test_a_tier_that_is_slow_for_a_while_is_used_again_when_it_is_fast() -> None
             generate(r.engine, prompt, 1)
         assert r.engine.counters.computed_instead_tokens >= 2 * 288
         r.offload._worker.speeds = Speeds(byte=1e-8)  # type: ignore[attr-defined]
-        for _ in range(300):
+        for _ in range(150):
             evict_all(r)
             if generate(r.engine, prompt, 1).usage.host_tokens:
                 break
@@ -194,3 +198,43 @@ def test_a_real_copy_that_is_held_back_is_not_waited_for(slow: bool) -> None:
         assert r.held == 0
         assert r.offload is not None
         assert r.offload.stats().pinned_pages == 0
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_real_model_computes_what_a_slow_tier_would_bring_later(slow: bool) -> None:
+    """A hybrid; a copy of its pages takes no time, or 0.4 s each."""
+    model = build_model(1)
+    rng = random.Random(1)
+    prompt = [rng.randrange(256) for _ in range(120)]
+    slabs = 2 * model.geometry.slabs_needed(160)
+    loading = threading.Event()
+
+    def copy(*args: Any) -> None:
+        if slow and loading.is_set():
+            time.sleep(0.4)  # the fault: a slow device
+        native_copy(*args)
+
+    runner = TorchRunner(model, slabs)
+    manager = Manager(model.geometry, slabs=slabs, retention=Sparse(), movable=True)
+    connector = CpuConnector(model.geometry, pages=[60, 20], copy=copy, batch_bytes=1)
+    offload = Offload(manager, connector, runner.regions())
+    engine = Engine(runner, manager, offload, settings=EngineSettings(token_budget=64))
+    try:
+        outputs = []
+        for _ in range(4):
+            outputs.append(generate(engine, prompt, 4).tokens)
+            assert offload.drain(DRAIN_SECONDS)
+            manager.clear()
+            loading.set()
+        assert outputs == outputs[:1] * 4
+        restored, computed = (
+            engine.counters.restored_tokens,
+            engine.counters.computed_instead_tokens,
+        )
+        assert restored + computed == 336
+        assert restored >= 112
+        assert not slow or computed == 224
+        assert offload.stats().pinned_pages == 0
+        offload.check()
+    finally:
+        offload.close()

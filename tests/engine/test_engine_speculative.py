@@ -124,7 +124,7 @@ def test_tokens_are_those_of_the_model_alone(
     assert layers is not FULL or (counters.preemptions > 0) >= tight
     assert (counters.restored_tokens > 0) == (tier_pages > 0)
     if draft == "itself" and layers is FULL:
-        assert counters.accepted_tokens > 0.5 * counters.proposed_tokens
+        assert counters.accepted_tokens > 0.25 * counters.proposed_tokens
 
 
 def test_right_guesses_save_steps() -> None:

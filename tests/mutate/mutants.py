@@ -7,6 +7,7 @@ from mutate.mutants_explain import EXPLAIN
 from mutate.mutants_keys import KEYS
 from mutate.mutants_memory import MEMORY
 from mutate.mutants_python import PYTHON
+from mutate.mutants_scheduler import SCHEDULER
 from mutate.mutants_tiers import TIERS
 
-MUTANTS = [*KEYS, *MEMORY, *EXPLAIN, *PYTHON, *ENGINE, *TIERS]
+MUTANTS = [*KEYS, *MEMORY, *EXPLAIN, *PYTHON, *ENGINE, *SCHEDULER, *TIERS]
