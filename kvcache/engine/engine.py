@@ -257,6 +257,7 @@ class Engine(Pauses):
         try:
             batch = self.scheduler.schedule()
             self._move_pages()
+            batch = [work for work in batch if work.request.in_step]  # not aborted meanwhile
             if not batch:
                 return [], []
             self.counters.steps += 1

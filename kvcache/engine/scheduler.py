@@ -154,7 +154,7 @@ class Scheduler(Room):
         """
         used = 0
         for request in list(self.waiting):
-            if not self.running:
+            if not self.running or request.status is not Status.WAITING:
                 break
             first = request is self.oldest and request.rank < self.running[0].rank
             if self._victim(request, anybody=first) is None:
@@ -220,7 +220,7 @@ class Scheduler(Room):
     def _admit(self, batch: list[Work], budget: int, *, prefilling: bool) -> None:
         lookups = 0
         for request in self._candidates():
-            if request.awaits is not None:
+            if request.awaits is not None or request.status is not Status.WAITING:
                 continue
             if self._is_blocked(request, budget):
                 return
@@ -256,9 +256,11 @@ class Scheduler(Room):
 
     def _begin(self, request: Request, hit: Hit, grant: Grant, batch: list[Work]) -> int:
         """It has its pages: it runs, or waits for a load. Returns the tokens that it computes."""
-        self.waiting.remove(request)
         if grant.load:
             self._move_pages()
+            if request.status is Status.DONE:
+                return 0  # aborted from inside the runner
+        self.waiting.remove(request)
         if self._offload is not None and not self._offload.start_load(request.id, grant):
             self._wait_again(request)  # the tier's queue is full
         elif grant.load:
@@ -339,7 +341,8 @@ class Scheduler(Room):
                 return True
         for other in self.running:  # those whose turn in this step is still to come
             if (
-                other.remaining > 1
+                request is not self.oldest  # it waits for nobody who may be waiting for it
+                and other.remaining > 1
                 and not other.in_step
                 and common_tokens(self._manager, request, other, other.known) > most
             ):

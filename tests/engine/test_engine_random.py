@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import numpy as np
 import pytest
 from engine.rig import DRAIN_SECONDS, Failing, Rig, rig, tokens
 from engine.stamp_guesser import DRAFT_TOKENS, StampGuesser
 from engine.stamp_runner import VOCAB, expected_output, stamp_geometry
+from numpy.typing import NDArray
 
 from kvcache import (
     Dense,
@@ -14,11 +17,24 @@ from kvcache import (
     Sparse,
 )
 from kvcache.core.retain import RetentionPolicy
+from kvcache.engine.chunk import Chunk, Guesses
 from kvcache.engine.request import Event, Reason, Token
 
 
 class Sleeper(StampGuesser):
-    """It can sleep: after that its pages hold what no stamp is."""
+    """It can sleep: after that its pages hold what no stamp is. And things happen while it works."""
+
+    inside: Callable[[], None] | None = None
+
+    def move_pages(self, moves: NDArray[np.void]) -> None:
+        super().move_pages(moves)
+        if self.inside is not None:
+            self.inside()
+
+    def run_guessing(self, chunks: Sequence[Chunk]) -> list[Guesses]:
+        if self.inside is not None:
+            self.inside()
+        return super().run_guessing(chunks)
 
     def release_memory(self) -> None:
         self.arena[:] = 2**64 - 1
@@ -66,6 +82,13 @@ class Play:
                 (engine.preempt if dice < 0.25 else engine.abort)(request)
         else:
             self.take(engine.step())
+
+    def end_one(self) -> None:
+        """Now and then, from inside the runner: abort or preempt any request."""
+        if self.rng.random() < 0.03 and self.wanted:
+            engine, request = self.r.engine, self.rng.choice(list(self.wanted))
+            with suppress(HandleError):
+                (engine.preempt if self.rng.random() < 0.5 else engine.abort)(request)
 
 
 LONGEST_TOKENS = 90 + 10 + 12
@@ -194,6 +217,8 @@ def test_priorities_guesses_sleep_and_new_weights_leak_nothing_and_change_no_tok
         stall_seconds=30.0,
     ) as r:
         play, epoch = Play(r, rng, spread=3), 0
+        assert isinstance(r.runner, Sleeper)
+        r.runner.inside = play.end_one
         for step in range(1200):
             play.act()
             if step % 150 == 140:
