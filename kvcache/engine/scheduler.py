@@ -154,7 +154,8 @@ class Scheduler(Room):
         """
         used = 0
         for request in list(self.waiting):
-            if not self.running or request.status is not Status.WAITING:
+            spent = used > 0 and self._budget - used <= _decodes(self.running)
+            if spent or not self.running or request.status is not Status.WAITING:
                 break
             first = request is self.oldest and request.rank < self.running[0].rank
             if self._victim(request, anybody=first) is None:

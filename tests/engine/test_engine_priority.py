@@ -104,15 +104,16 @@ def test_a_priority_that_cannot_be_is_refused(priority: object) -> None:
     states=st.sampled_from([0, 1]),
     spread=st.sampled_from([0, 1, 5]),
     max_requests=st.integers(1, 5),
+    token_budget=st.sampled_from([5, 17, 40]),
 )
 def test_everything_ends_whatever_the_priorities(
-    seed: int, pages: int, states: int, spread: int, max_requests: int
+    seed: int, pages: int, states: int, spread: int, max_requests: int, token_budget: int
 ) -> None:
     """No clock moves: there is no ageing but by arrivals; a request that stood still would be stalled."""
     rng = random.Random(seed)
     with rig(
         pages + 2 * states, 16, states=states, max_requests=max_requests, debug=False,
-        clock=Clock(), token_budget=40,
+        clock=Clock(), token_budget=token_budget,
     ) as r:  # fmt: skip
         wanted = {}
         for _ in range(12):
@@ -136,4 +137,6 @@ def test_everything_ends_whatever_the_priorities(
                     if event.request in outputs:
                         assert outputs[event.request] == wanted[event.request]
         assert not r.engine.busy
+        assert max(r.runner.step_tokens) <= token_budget
+        assert max(map(len, r.runner.steps)) <= max_requests
         assert r.held == 0
