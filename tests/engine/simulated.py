@@ -62,6 +62,9 @@ class SimulatedWorker(TierWorker):
         self.seconds: dict[int, float] = {}
         self.free_at = 0.0
         self.held: list[TransferResult] = []
+        self.groups: dict[int, NDArray[np.int32]] = {}
+        self.broken: set[int] = set()
+        """Groups whose loads fail."""
 
     def register(self, regions: Sequence[PageRegion]) -> None:
         self.page_bytes = [region.page_bytes for region in regions]
@@ -70,6 +73,7 @@ class SimulatedWorker(TierWorker):
     def submit(self, transfer: Transfer) -> bool:
         taken = self.inner.submit(transfer)
         if taken and transfer.direction is Direction.LOAD:
+            self.groups[transfer.id] = transfer.groups
             moved = sum(self.page_bytes[g] for g in transfer.groups.tolist())
             self.seconds[transfer.id] = self.speeds.latency + moved * self.speeds.byte
             self.free_at = max(self.free_at, self.clock.now) + self.seconds[transfer.id]
@@ -82,10 +86,13 @@ class SimulatedWorker(TierWorker):
         self.held = [r for r in self.held if r not in ready]
         for result in ready:
             self.due.pop(result.id, None)
-        return [
-            replace(r, seconds=self.seconds.pop(r.id)) if r.direction is Direction.LOAD else r
-            for r in ready
-        ]
+        return [self._told(r) if r.direction is Direction.LOAD else r for r in ready]
+
+    def _told(self, result: TransferResult) -> TransferResult:
+        good = ~np.isin(self.groups.pop(result.id), list(self.broken))
+        return replace(
+            result, seconds=self.seconds.pop(result.id), ok=result.ok * good.astype(np.uint8)
+        )
 
     def wait(self, timeout_seconds: float) -> bool:
         missing = set(self.due) - {r.id for r in self.held}

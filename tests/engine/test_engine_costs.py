@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine.rig import DRAIN_SECONDS, evict_all, generate, rig, tokens
-from engine.simulated import SimulatedRunner, Speeds, simulated
+from engine.simulated import SimulatedRunner, SimulatedWorker, Speeds, simulated
 from engine.stamp_runner import expected_output, stamp_geometry
 from hypothesis import given, settings, strategies as st
 
@@ -168,14 +168,48 @@ def test_a_tier_that_is_slow_for_a_while_is_used_again_when_it_is_fast() -> None
 
 def test_a_state_alone_is_loaded_where_the_device_has_the_rest() -> None:
     """Loading all would be dearer than computing; the full blocks are on the device, though."""
-    speeds = Speeds(token=1e-3, byte=3e-5)
+    speeds = Speeds(byte=1e-4)
     with simulated([64, 8], 16, speeds=speeds, states=1, tier_pages=[512, 64]) as r:
+        assert r.offload is not None
+        worker = r.offload._worker
+        assert isinstance(worker, SimulatedWorker)
         prompt = tokens(300, 1)
         generate(r.engine, prompt, 1)
         evict_all(r)
+        worker.broken = {1}
+        leaving = r.engine.add_request(prompt, max_new_tokens=1)
+        while not r.engine.counters.failed_loads:
+            r.engine.step()
+        r.engine.abort(leaving)
+        worker.broken = set()
+        costs, whole = r.engine.scheduler.costs, hit_bytes(r.manager.geometry, 0, 288)
+        for loaded in (whole, whole // 8):
+            costs.note_load(loaded, 1e-3 + 1e-4 * loaded)
+        rest = hit_bytes(r.manager.geometry, 64, 288)  # it has computed a chunk before it left
+        compute, load = costs.compute_seconds(64, 288), costs.load_seconds(rest)
+        assert compute is not None
+        assert load is not None
+        assert compute < load
+        assert generate(r.engine, prompt, 1).usage[2:4] == (64, 224)
+
+
+def test_a_refused_request_that_will_compute_holds_nothing_in_the_tier() -> None:
+    speeds = Speeds(byte=1e-1)
+    with simulated([16], 16, speeds=speeds, tier_pages=[512]) as r:
+        assert r.offload is not None
+        prompt = tokens(150, 1)
         generate(r.engine, prompt, 1)
-        assert hit_bytes(r.manager.geometry, 0, 288) * 3e-5 < 0.3
-        assert r.engine.counters.restored_tokens == 288
+        evict_all(r)
+        r.engine.scheduler.costs.note_load(1000, 100.0)
+        r.engine.add_request(tokens(150, 2), max_new_tokens=20)
+        for _ in range(4):
+            r.engine.step()
+        late = r.engine.add_request(prompt, max_new_tokens=1)
+        r.engine.step()
+        assert [q.id for q in r.engine.scheduler.waiting] == [late]
+        assert r.offload.drain(DRAIN_SECONDS)
+        assert r.offload.stats().pinned_pages == 0
+        assert r.engine.run()[late].usage.host_tokens == 0
 
 
 @pytest.mark.parametrize("slow", [False, True])

@@ -43,13 +43,17 @@ def test_a_running_request_makes_room_for_a_higher_priority() -> None:
 
 
 def test_a_waiting_request_pushes_nobody_of_its_own_priority_out() -> None:
-    with rig([12], clock=Clock()) as r:
-        add(r, 60, 1, 20)
-        add(r, 60, 2, 20)
-        for _ in range(3):
-            r.engine.step()
-        add(r, 90, 3, 2)
-        list(r.engine.stream())
+    """The tier did not know of it yet, so that a younger one was admitted before it."""
+    with rig([20], max_requests=2, tier_pages=[20], clock=Clock()) as r:
+        assert r.offload is not None
+        oldest, passed, young = (add(r, 20, i, 30) for i in range(3))
+        lookup = r.offload.lookup
+        r.offload.lookup = lambda h: None if h == passed else lookup(h)  # type: ignore[method-assign]
+        r.engine.step()
+        r.offload.lookup = lookup  # type: ignore[method-assign]
+        assert [q.id for q in r.engine.scheduler.running] == [oldest, young]
+        order = ended(list(r.engine.stream()))
+        assert order[-1] == passed
         assert r.engine.counters.preemptions == 0
 
 

@@ -52,7 +52,7 @@ SCHEDULER = [
         ENGINE + "scheduler.py",
         "        request.instead = (alone.hit_tokens, end)\n        self._offload.release(request.id)\n",
         "        request.instead = (alone.hit_tokens, end)\n",
-        (COSTS + "a_real_model_computes_what_a_slow_tier_would_bring_later",),
+        (COSTS + "a_refused_request_that_will_compute_holds_nothing_in_the_tier",),
     ),
     Mutant(
         "pages of wrong guesses stay in the table",
