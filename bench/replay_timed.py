@@ -39,8 +39,8 @@ from kvcache.connectors.driver import Offload
 from kvcache.connectors.settings import slots_of_groups
 from kvcache.core.errors import CapacityError, ConfigError, InvariantError
 from kvcache.core.records import UNLIMITED
-from kvcache.engine.engine import MAX_WAIT_SECONDS, EngineSettings
 from kvcache.engine.request import Event, Finished, Reason
+from kvcache.engine.settings import MAX_WAIT_SECONDS, EngineSettings
 from kvcache.engine.simulated import SimulatedClock, SimulatedEngine, SimulatedRunner
 from kvcache.engine.simulated_stamps import PageStamps
 from kvcache.engine.simulated_tier import NEVER, SimulatedWorker, simulated_host

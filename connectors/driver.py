@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -78,6 +79,9 @@ MAX_FAILED_LOADS = 3
 GRACE_SECONDS = 5.0
 """After its deadline and so long without a result a load is given up here."""
 
+MAX_TIMINGS = 64
+"""Of loads that ended: as many are kept for `take_timings`, the newest."""
+
 RETRY_SECONDS = 0.01
 """How often `drain` offers a store again that is refused though none is in flight."""
 
@@ -126,6 +130,7 @@ class Offload:
         """A full queue refused a store; it is first in the backlog until one in flight ends."""
         self._stored = 0
         self._gone_pages = 0
+        self._timings: deque[tuple[int, float]] = deque(maxlen=MAX_TIMINGS)
 
     # ---- loads ---------------------------------------------------------------------------------
 
@@ -371,6 +376,9 @@ class Offload:
         load = self._loads.get(result.id)
         if load is None:
             return
+        if not load.given_up and (result.late or (len(result.ok) and result.ok.all())):
+            seconds = load.transfer.deadline_seconds if result.late else result.seconds
+            self._timings.append((int(self._page_bytes[load.items["group"]].sum()), seconds))
         waits = load.wanted and load.is_awaited(self.manager)
         ok = result.ok == 1
         if len(ok) != len(load.items) or result.late:
@@ -387,6 +395,21 @@ class Offload:
         if waits:
             self._ended.append((load.handle, bool(ok.all())))
         load.wanted = False
+
+    @property
+    def loading_bytes(self) -> int:
+        """Of loads in flight that somebody waits for."""
+        return sum(
+            int(self._page_bytes[load.items["group"]].sum())
+            for load in self._loads.values()
+            if not load.given_up
+        )
+
+    def take_timings(self) -> list[tuple[int, float]]:
+        """(bytes, seconds) of loads that ended since the last call, late ones as long as they waited."""
+        timings = list(self._timings)
+        self._timings.clear()
+        return timings
 
     def wait(self, timeout_seconds: float) -> bool:
         """Block until `poll` has something to do, or the time is over. For idle engines."""

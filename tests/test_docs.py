@@ -167,9 +167,11 @@ def test_the_steps_in_architecture_run(repo_root: Path) -> None:
     manager.check()
 
 
-def test_the_model_in_engine_has_the_groups_that_it_says(repo_root: Path) -> None:
-    (code,) = snippets(repo_root / "docs" / "engine.md")
-    exec(compile(code, "engine.md", "exec"), {})  # noqa: S102
+def test_the_models_in_engine_do_what_it_says(repo_root: Path) -> None:
+    groups, guesses = snippets(repo_root / "docs" / "engine.md")
+    assert "draft_tokens=" in guesses
+    for code in (groups, guesses):
+        exec(compile(code, "engine.md", "exec"), {})  # noqa: S102
 
 
 def test_the_calls_in_api_run_and_answer_what_they_say(

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache.connectors.base import PageRegion
-from kvcache.core.errors import InputError, MisuseError
+from kvcache.core.errors import ConfigError, InputError, MisuseError
+from kvcache.core.layout import Geometry
 from kvcache.core.records import StatePlan
 from kvcache.engine.batch import NOWHERE, first_block, make_batch
 from kvcache.engine.chunk import Chunk
@@ -23,18 +24,19 @@ class TorchRunner:
     Args:
         model: weights and geometry.
         slabs: size of the arena, as the manager has it.
+        geometry: the model's groups, and maybe more behind them; None: the model's own.
 
     Attributes:
         storage: the page memory, owned.
         last_logits: `[chunks, vocabulary]` of the last run.
     """
 
-    def __init__(self, model: Model, slabs: int) -> None:
+    def __init__(self, model: Model, slabs: int, *, geometry: Geometry | None = None) -> None:
         self.model = model
-        self.geometry = model.geometry
+        self.geometry = geometry or model.geometry
         self.vocab_size = model.vocab_size
         self.context_tokens = model.context_tokens
-        self.storage = PagedStorage(model.geometry, slabs)
+        self.storage = PagedStorage(self.geometry, slabs)
         self.last_logits = torch.empty((0, model.vocab_size))
         self._caches = model.caches(self.storage)
 
@@ -45,6 +47,25 @@ class TorchRunner:
     def move_pages(self, moves: NDArray[np.void]) -> None:
         """See `chunk.Runner`."""
         self.storage.move(moves)
+
+    def release_memory(self) -> None:
+        """Give the page memory back to the system: all of it is lost, and used again as before."""
+        self.storage.release()
+
+    def set_model(self, model: Model) -> None:
+        """Compute with other weights from now on, in pages of the same kind.
+
+        Raises:
+            ConfigError: another geometry, or another vocabulary.
+        """
+        if model.geometry != self.model.geometry or model.vocab_size != self.vocab_size:
+            raise ConfigError(
+                f"model {model.name} has other groups or another vocabulary than {self.model.name}:"
+                " make a runner and a manager for it"
+            )
+        self.model = model
+        self.context_tokens = min(self.context_tokens, model.context_tokens)
+        self._caches = model.caches(self.storage)
 
     @property
     def last_gaps(self) -> NDArray[np.float32]:

@@ -20,8 +20,9 @@ from kvcache.core.errors import CapacityError
 from kvcache.core.manager import Manager
 from kvcache.core.records import MOST_TOKENS
 from kvcache.engine.chunk import Chunk
-from kvcache.engine.engine import Engine, EngineSettings
+from kvcache.engine.engine import Engine
 from kvcache.engine.request import Request
+from kvcache.engine.settings import EngineSettings
 from kvcache.engine.simulated_roofline import Roofline
 from kvcache.engine.simulated_stamps import PageStamps
 
@@ -188,7 +189,7 @@ class SimulatedEngine(Engine):
             return 0
         computed = np.array([request.computed for request in running], np.int64)
         starts = computed + np.arange(most, dtype=np.int64)[:, None]
-        steps = 0
+        steps, begun = 0, clock.now
         for seconds in self._roofline_runner.roofline.seconds(starts, starts + 1).tolist():
             if clock.now >= until_seconds:
                 break
@@ -196,6 +197,7 @@ class SimulatedEngine(Engine):
             steps += 1
         if steps:
             self._decode(running, steps)
+            self.counters.runner_seconds += clock.now - begun
         return steps
 
     def _quiet_steps(self, request: Request) -> int:

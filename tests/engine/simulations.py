@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +13,9 @@ from kvcache import Manager, Sparse
 from kvcache.connectors.driver import Offload
 from kvcache.core.layout import Geometry
 from kvcache.engine.chunk import Chunk, Runner
-from kvcache.engine.engine import EngineSettings
+from kvcache.engine.engine import Engine
 from kvcache.engine.request import Finished
+from kvcache.engine.settings import EngineSettings
 from kvcache.engine.simulated import SimulatedClock, SimulatedEngine, SimulatedRunner
 from kvcache.engine.simulated_hardware import Hardware
 from kvcache.engine.simulated_roofline import Roofline
@@ -86,6 +88,12 @@ def simulation(
     settings = EngineSettings(token_budget=budget, max_requests=most)
     engine = SimulatedEngine(runner, manager, offload, settings=settings, clock=clock)
     return Simulation(engine, manager, clock, roofline, stamps, offload, worker)
+
+
+def counts(engine: Engine) -> dict[str, int]:
+    """The engine's counters but for those of seconds."""
+    values = asdict(engine.counters)
+    return {name: value for name, value in values.items() if isinstance(value, int)}
 
 
 class Recorder:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from engine.simulations import BLOCK, HARDWARE, Simulation, simulation
+from engine.simulations import BLOCK, HARDWARE, Simulation, counts, simulation
 
 from kvcache.connectors.base import Direction, PageRegion, Transfer
 from kvcache.core.errors import CapacityError, InvariantError
@@ -76,8 +76,7 @@ def play(seed: int, sim: Simulation, *, leaping: bool) -> list[tuple[object, ...
             requests.append(sim.add(path, prompt, draw.choice((1, 2, 50, 300))))
         ended = sim.run(leaping=leaping)
         told += [tuple(ended[request]) for request in requests]
-    counters = sim.engine.counters
-    told.append((sim.clock.now, counters, sim.manager.arena_stats()))
+    told.append((sim.clock.now, counts(sim.engine), sim.manager.arena_stats()))
     return told
 
 

@@ -7,7 +7,8 @@ from mutate.mutants_explain import EXPLAIN
 from mutate.mutants_keys import KEYS
 from mutate.mutants_memory import MEMORY
 from mutate.mutants_python import PYTHON
+from mutate.mutants_scheduler import SCHEDULER
 from mutate.mutants_simulated import SIMULATED
 from mutate.mutants_tiers import TIERS
 
-MUTANTS = [*KEYS, *MEMORY, *EXPLAIN, *PYTHON, *ENGINE, *SIMULATED, *TIERS]
+MUTANTS = [*KEYS, *MEMORY, *EXPLAIN, *PYTHON, *ENGINE, *SCHEDULER, *SIMULATED, *TIERS]
