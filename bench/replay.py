@@ -32,8 +32,10 @@ from kvcache.bench.replay_settings import (
     arena_bytes,
     arena_slabs,
     page_sizes,
+    state_group,
     tokens_of_slabs,
 )
+from kvcache.bench.replay_watch import Watch
 from kvcache.bench.traces import TraceRequest
 from kvcache.core.errors import CapacityError, ConfigError, InvariantError
 from kvcache.core.explanation import Evicted, Explanation, NotStored, TokensDiffer
@@ -43,9 +45,6 @@ from kvcache.core.records import LOSS_CAUSES, Hit
 
 FORGOTTEN = Evicted("", -1, None, None, 0, 0, remembered=False)
 """Of pages that went longer ago than the table of evicted keys tells."""
-
-_CHECK_PAGES_PER_REQUEST = 1024
-_CHECK_PAGES_PER_BLOCK = 1
 
 
 def foreign_digests(keys: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -76,6 +75,34 @@ def with_forgotten(explanation: Explanation, stored_tokens: int) -> Explanation:
     return explanation._replace(losses=tuple(losses))
 
 
+def require_fitting(trace_block_tokens: int, settings: ReplaySettings, geometry: Geometry) -> int:
+    """How many blocks of the trace one key stands for. `ConfigError`: no whole number."""
+    unit = geometry.hash_unit_tokens
+    if settings.block_tokens % trace_block_tokens or unit % trace_block_tokens:
+        raise ConfigError(
+            f"--block-tokens {settings.block_tokens} (keys of {unit} tokens) is not a multiple of"
+            f" the trace's block of {trace_block_tokens} tokens"
+        )
+    return unit // trace_block_tokens
+
+
+def too_long(
+    path: Path, request: TraceRequest, settings: ReplaySettings, geometry: Geometry
+) -> CapacityError:
+    """The error of a request that the pool can never hold."""
+    slabs = geometry.slabs_needed(request.prompt_tokens + request.output_tokens)
+    return CapacityError(
+        f"{path}, line {request.line}: the request has {request.prompt_tokens} prompt and"
+        f" {request.output_tokens} output tokens, more than the pool of {settings.pool_tokens} has"
+        f" room for: raise --pool-tokens to {tokens_of_slabs(slabs, geometry)} or more"
+    )
+
+
+def session_label(request: TraceRequest) -> str:
+    """What explanations call the session of a request."""
+    return f"{request.session}/{request.agent}" if request.session else ""
+
+
 class Replay:
     """One run over one trace. `serve` the requests in order, then read `report`.
 
@@ -94,17 +121,9 @@ class Replay:
         self._path = path
         self._settings = settings
         self._geometry = settings.geometry if geometry is None else geometry
-        unit = self._geometry.hash_unit_tokens
-        if settings.block_tokens % trace_block_tokens or unit % trace_block_tokens:
-            raise ConfigError(
-                f"--block-tokens {settings.block_tokens} (keys of {unit} tokens) is not a multiple of"
-                f" the trace's block of {trace_block_tokens} tokens"
-            )
-        self._merge = unit // trace_block_tokens
+        self._merge = require_fitting(trace_block_tokens, settings, self._geometry)
         self._slabs = arena_slabs(settings.pool_tokens, self._geometry)
-        self._state_group = next(
-            (i for i, rules in enumerate(self._geometry.rules) if rules.kind == "state"), None
-        )
+        self._state_group = state_group(self._geometry)
         self._manager = Manager(
             self._geometry,
             slabs=self._slabs,
@@ -115,16 +134,12 @@ class Replay:
         )
         self.lines: dict[int, int] = {}
         """Of the file, by the handle of the request: explanations name handles."""
-        self._ideal = IdealCache(unit, self._geometry.grid_tokens)
+        self._ideal = IdealCache(self._geometry.hash_unit_tokens, self._geometry.grid_tokens)
         self._oracle = self._make_oracle() if settings.oracle else None
         self._totals = Totals()
-        self._moved_pages = 0
-        self._moved_bytes = 0
-        self._peak_bytes = 0
+        self._watch = Watch(self._manager, checking=settings.check)
         self._manager_seconds = 0.0
         self._explain_seconds = 0.0
-        self._checks = 0
-        self._check_credit_pages = 0
 
     def _make_oracle(self) -> ByteLru:
         settings = self._settings
@@ -156,12 +171,12 @@ class Replay:
             self._compute(handle, prompt, prompt + output - 1)
         policy_states = self._new_states()
         computed = thread_time()
-        self._watch_peak()
-        self._check(len(keys))
+        self._watch.peak()
+        self._watch.earn(len(keys))
         finishing = thread_time()
         self._manager.finish(handle)
         end_states = self._new_states()
-        self._drop_moves()
+        self._watch.moves(self._manager.take_moves())
         self._manager_seconds += looked_up - started + computed - explained
         self._manager_seconds += thread_time() - finishing
         self._require_sum(request, reused, hit, explanation)
@@ -200,22 +215,15 @@ class Replay:
         return self._oracle.serve(blocks, request.prompt_tokens, request.output_tokens)
 
     def _open(self, request: TraceRequest, digests: NDArray[np.uint8]) -> int:
-        tokens = request.prompt_tokens + request.output_tokens
         try:
             return self._manager.open_foreign(
                 digests,
                 prompt_tokens=request.prompt_tokens,
-                max_tokens=tokens,
-                session=f"{request.session}/{request.agent}" if request.session else "",
+                max_tokens=request.prompt_tokens + request.output_tokens,
+                session=session_label(request),
             )
         except CapacityError as error:
-            slabs = self._geometry.slabs_needed(tokens)
-            raise CapacityError(
-                f"{self._path}, line {request.line}: the request has {request.prompt_tokens} prompt"
-                f" and {request.output_tokens} output tokens, more than the pool of"
-                f" {self._settings.pool_tokens} has room for: raise --pool-tokens to"
-                f" {tokens_of_slabs(slabs, self._geometry)} or more"
-            ) from error
+            raise too_long(self._path, request, self._settings, self._geometry) from error
 
     def _compute(self, handle: int, start: int, end: int) -> int:
         """Compute tokens [start, end) in steps; returns the tokens adopted by the first one."""
@@ -240,62 +248,23 @@ class Replay:
             return 0
         return int((self._manager.take_keyed()["group"] == self._state_group).sum())
 
-    def _drop_moves(self) -> None:
-        moves = self._manager.take_moves()
-        if len(moves):
-            strides = np.array(self._geometry.stride_bytes, np.int64)
-            self._moved_pages += len(moves)
-            self._moved_bytes += int(strides[moves["size_class"]].sum())
-
-    def _watch_peak(self) -> None:
-        self._peak_bytes = max(self._peak_bytes, self._used_bytes())
-
-    def _used_bytes(self) -> int:
-        """Bytes of held and cached pages."""
-        return sum(
-            (size.held + size.cached) * stride
-            for size, stride in zip(
-                self._manager.arena_stats().classes, self._geometry.stride_bytes, strict=True
-            )
-        )
-
-    # ---- checks --------------------------------------------------------------------------------
-
-    def _check(self, blocks: int) -> None:
-        """`check()` in the middle of a request, as often as a total cost allows.
-
-        A check costs the pages that exist. Each request earns a fixed number of them and one for
-        each block it touches: small pools are checked at every request, and all checks together
-        look at a few pages for each block of the trace.
-        """
-        if not self._settings.check:
-            return
-        self._check_credit_pages += _CHECK_PAGES_PER_REQUEST + _CHECK_PAGES_PER_BLOCK * blocks
-        classes = self._manager.arena_stats().classes
-        if self._check_credit_pages >= sum(c.free + c.cached + c.held for c in classes):
-            self._check_credit_pages = 0
-            self._manager.check()
-            self._checks += 1
-
     # ---- the end -------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
         """The figures so far, as JSON values. Call when no request is open."""
-        if self._settings.check:
-            self._manager.check()
-            self._checks += 1
+        self._watch.check()
         arena = self._manager.arena_stats()
         return {
             **setting_values(self._path, self._settings, self._geometry),
             **self._totals.values(oracle=self._oracle is not None),
             **arena_values(self._slabs, self._geometry),
-            "peak_used_bytes": self._peak_bytes,
-            "moved_pages": self._moved_pages,
-            "moved_bytes": self._moved_bytes,
+            "peak_used_bytes": self._watch.peak_bytes,
+            "moved_pages": self._watch.moved_pages,
+            "moved_bytes": self._watch.moved_bytes,
             "reclaimed_slabs": arena.reclaimed_slabs,
             "preemptions": 0,
             "leaked_blocks": sum(size.held for size in arena.classes),
-            "checks": self._checks,
+            "checks": self._watch.checks,
             "manager_seconds": self._manager_seconds,
             "explain_seconds": self._explain_seconds,
         }

@@ -143,6 +143,11 @@ def arena_slabs(tokens: int | None, geometry: Geometry) -> int:
     return slabs
 
 
+def state_group(geometry: Geometry) -> int | None:
+    """The first recurrent group: its states are counted once for all of them."""
+    return next((i for i, rules in enumerate(geometry.rules) if rules.kind == "state"), None)
+
+
 def tokens_of_slabs(slabs: int, geometry: Geometry) -> int:
     """The smallest whole number of grid units of tokens whose arena has so many slabs."""
     return -(-slabs * geometry.slab_bytes // kv_bytes_per_grid(geometry)) * geometry.grid_tokens

@@ -276,6 +276,15 @@ class Offload:
         else:
             self._stores.end(result)
 
+    @property
+    def loading_bytes(self) -> int:
+        """Of loads in flight that somebody waits for."""
+        return self._loads.loading_bytes
+
+    def take_timings(self) -> list[tuple[int, float]]:
+        """(bytes, seconds) of loads that ended since the last call, late ones as long as they waited."""
+        return self._loads.take_timings()
+
     def wait(self, timeout_seconds: float) -> bool:
         """Block until `poll` has something to do, or the time is over. For idle engines."""
         timeout_seconds = wait_seconds(timeout_seconds, "timeout_seconds")

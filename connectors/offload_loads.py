@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -26,6 +27,9 @@ from kvcache.core.manager import Manager
 GRACE_SECONDS = 5.0
 """After its deadline and so long without a result a load is given up here."""
 
+MAX_TIMINGS = 64
+"""Of loads that ended: as many are kept for `take_timings`, the newest."""
+
 
 class Loads:
     """Loads in flight, and what of each request could not be loaded.
@@ -44,6 +48,8 @@ class Loads:
         self._dropped: list[int] = []
         """Loads of grants that were never started, of requests that were released since."""
         self._ended: list[tuple[int, bool]] = []
+        self._page_bytes = np.array([g.page_bytes for g in manager.geometry.groups], np.int64)
+        self._timings: deque[tuple[int, float]] = deque(maxlen=MAX_TIMINGS)
         self.faults: dict[int, Faults] = {}
         """Of each request, until it is forgotten."""
 
@@ -121,6 +127,9 @@ class Loads:
         load = self._loads.get(result.id)
         if load is None:
             return
+        if not load.given_up and (result.late or (len(result.ok) and result.ok.all())):
+            seconds = load.transfer.deadline_seconds if result.late else result.seconds
+            self._timings.append((self._bytes(load), seconds))
         waits = load.wanted and load.is_awaited(self._manager)
         ok = result.ok == 1
         if len(ok) != len(load.items) or result.late:
@@ -137,6 +146,20 @@ class Loads:
         if waits:
             self._ended.append((load.handle, bool(ok.all())))
         load.wanted = False
+
+    @property
+    def loading_bytes(self) -> int:
+        """Of loads in flight that were not given up."""
+        return sum(self._bytes(load) for load in self._loads.values() if not load.given_up)
+
+    def _bytes(self, load: Load) -> int:
+        return int(self._page_bytes[load.items["group"]].sum())
+
+    def take_timings(self) -> list[tuple[int, float]]:
+        """(bytes, seconds) of loads that ended since the last call, late ones as long as they waited."""
+        timings = list(self._timings)
+        self._timings.clear()
+        return timings
 
     @property
     def has_ended(self) -> bool:

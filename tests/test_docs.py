@@ -167,9 +167,9 @@ def test_the_steps_in_architecture_run(repo_root: Path) -> None:
     manager.check()
 
 
-def test_the_models_in_engine_have_the_groups_that_it_says(repo_root: Path) -> None:
+def test_the_models_in_engine_do_what_it_says(repo_root: Path) -> None:
     codes = snippets(repo_root / "docs" / "engine.md")
-    assert len(codes) == 2
+    assert len(codes) == 3
     for code in codes:
         exec(compile(code, "engine.md", "exec"), {})  # noqa: S102
 

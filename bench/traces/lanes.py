@@ -31,8 +31,8 @@ WARM_UP_SECONDS = 600.0
 GAP_CAP_SECONDS = 300.0
 MAX_LANES = 10_000
 MAX_HOURS = 10_000
-_STAGGER_SECONDS = 30.0
-_TURNOVER_SECONDS = 1.0
+STAGGER_SECONDS = 30.0
+TURNOVER_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +107,14 @@ class _Plan:
         order = list(range(len(sessions)))
         draw.shuffle(order)
         for _ in range(settings.lanes):
-            now = draw.random() * _STAGGER_SECONDS
+            now = draw.random() * STAGGER_SECONDS
             start_row: int | None = None
             while now < self._end:
                 session = order[len(self.plays) % len(order)]
                 rows = sessions[session].rows
                 if start_row is None:
-                    start_row = _row_before(rows, rows[-1].seconds * (0.25 + 0.5 * draw.random()))
-                now = self._play(session, start_row, now) + _TURNOVER_SECONDS
+                    start_row = row_before(rows, rows[-1].seconds * (0.25 + 0.5 * draw.random()))
+                now = self._play(session, start_row, now) + TURNOVER_SECONDS
                 start_row = 0
 
     def _play(self, session: int, start_row: int, start_seconds: float) -> float:
@@ -137,7 +137,7 @@ class _Plan:
         return busy_until
 
 
-def _row_before(rows: Sequence[Row], seconds: float) -> int:
+def row_before(rows: Sequence[Row], seconds: float) -> int:
     """The last row that starts by `seconds`, and is not the very last of the session."""
     row = 0
     while row + 2 < len(rows) and rows[row + 1].seconds <= seconds:

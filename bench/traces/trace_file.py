@@ -9,6 +9,7 @@ from pathlib import Path
 from kvcache.bench.traces import mooncake, prefix_tree
 from kvcache.bench.traces.base import TraceRequest
 from kvcache.bench.traces.lanes import LaneSettings, lane_requests
+from kvcache.bench.traces.live import Arrivals, LiveSessions, OpenLoop
 from kvcache.core.errors import ConfigError, InputError
 
 MOONCAKE = "mooncake"
@@ -36,18 +37,43 @@ class TraceFile:
             empty = False
             yield request
         if empty:
-            raise InputError(f"{self.path} has no request: expected a {self.format} trace")
+            raise self._empty()
+
+    def arrivals(self, lanes: LaneSettings | None = None, *, speed: float = 1.0) -> Arrivals:
+        """Requests for a replay that takes time: at their times, or from live sessions.
+
+        Args:
+            speed: without lanes: how many times as fast as recorded.
+        """
+        if lanes is not None:
+            self._require_sessions("--lanes replays live sessions")
+            sessions = list(prefix_tree.read_sessions(self.path))
+            if not sessions:
+                raise self._empty()
+            return LiveSessions(sessions, lanes)
+        if self.format == PREFIX_TREE:
+            raise ConfigError(
+                f"{self.path}: each of its sessions has a clock of its own, so that a replay in time"
+                " has to know how many live at once: give --lanes"
+            )
+        return OpenLoop(self.requests(), speed=speed)
+
+    def _empty(self) -> InputError:
+        return InputError(f"{self.path} has no request: expected a {self.format} trace")
+
+    def _require_sessions(self, what: str) -> None:
+        if self.format != PREFIX_TREE:
+            raise ConfigError(
+                f"{what}: {self.path} is a {self.format} trace, which has none (a prefix-tree .csv or"
+                " .csv.gz has)"
+            )
 
     def _read(self, lanes: LaneSettings | None) -> Iterator[TraceRequest]:
         if lanes is None and self.format == MOONCAKE:
             return mooncake.read_mooncake(self.path)
         if lanes is None:
             return prefix_tree.read_prefix_tree(self.path)
-        if self.format != PREFIX_TREE:
-            raise ConfigError(
-                f"--lanes replays live sessions: {self.path} is a {self.format} trace, which has"
-                " none (a prefix-tree .csv or .csv.gz has)"
-            )
+        self._require_sessions("--lanes replays live sessions")
         sessions = list(prefix_tree.read_sessions(self.path))
         return lane_requests(sessions, lanes) if sessions else iter(())
 

@@ -1,4 +1,4 @@
-"""`kvcache replay TRACE`: a trace through the real block manager, one request after the other."""
+"""`kvcache replay TRACE`: a trace through the real block manager, at once or in simulated time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,24 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from kvcache.bench.replay import Replay
-from kvcache.bench.replay_settings import DEFAULT_PRESET, ReplaySettings, fitting_block
-from kvcache.bench.traces import LaneSettings, TraceRequest, open_trace
+from kvcache.bench.replay_settings import (
+    DEFAULT_PRESET,
+    STEP_TOKENS,
+    ReplaySettings,
+    fitting_block,
+)
+from kvcache.bench.replay_timed import TimedReplay
+from kvcache.bench.replay_timing import (
+    MAX_REQUESTS,
+    MAX_SPEED,
+    TimingSettings,
+    pool_tokens_beside,
+)
+from kvcache.bench.traces import Arrivals, LaneSettings, TraceFile, TraceRequest, open_trace
 from kvcache.commands.numbers import SUFFIXES, pool_size, retention, token_count, whole_number
 from kvcache.commands.output import (
     Progress,
@@ -20,14 +33,24 @@ from kvcache.commands.output import (
     require_writable,
     write_atomically,
 )
+from kvcache.commands.replay_words import describe
 from kvcache.core.errors import ConfigError
+from kvcache.engine.simulated_hardware import HARDWARE, parse_hardware
 from kvcache.presets import names
 from kvcache.presets.serving import KV_DTYPES
+from kvcache.presets.weights import parse_weights
+
+UNSET = object()
+"""Of `--pool-tokens`: not given, which is not the same as `inf`."""
 
 HELP = (
     "Runs a request trace through the block manager: hit rate against an infinite cache, and where"
-    " the other tokens went."
+    " the other tokens went. With --hardware through the engine's scheduler too, in simulated time:"
+    " queues, preemptions, latencies, a host tier."
 )
+
+TIMED_FLAGS = ("weights", "token_budget", "max_requests", "host_tokens", "speed")
+"""That say nothing without `--hardware`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +67,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check the manager's invariants as it goes; `checks` in the result says how often",
     )
     parser.add_argument("--output", metavar="FILE", help="write the JSON to a file too")
+    add_timing_arguments(parser)
+
+
+def add_timing_arguments(parser: argparse.ArgumentParser) -> None:
+    """How time passes."""
+    group = parser.add_argument_group(
+        "simulated time",
+        "Without --hardware each request is served at once, in order: the hit rates of a policy alone.",
+    )
+    group.add_argument(
+        "--hardware",
+        metavar="NAME|FIGURES",
+        help=f"device of each rank: {', '.join(HARDWARE)}, or figures such as"
+        " flops=989T,memory=3.35T,capacity=80G,link=53G, or both: h100,link=25G",
+    )
+    group.add_argument(
+        "--weights",
+        metavar="FIGURES",
+        help="of a model that is no preset, or in its place: parameters=8.03G,query_heads=32, with"
+        " active=, experts= and chosen= for routed experts",
+    )
+    group.add_argument(
+        "--token-budget",
+        type=token_count,
+        metavar="N",
+        help=f"most tokens of a step (default: {STEP_TOKENS})",
+    )
+    group.add_argument(
+        "--max-requests",
+        type=whole_number,
+        metavar="N",
+        help=f"most requests that run at a time (default: {MAX_REQUESTS})",
+    )
+    group.add_argument(
+        "--host-tokens",
+        type=token_count,
+        metavar="N",
+        help="a host tier of the size of so many tokens of KV (default: none)",
+    )
+    group.add_argument(
+        "--speed",
+        type=float,
+        metavar="X",
+        help="without --lanes: arrivals X times as fast as recorded (default: 1)",
+    )
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,9 +159,11 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pool-tokens",
         type=pool_size,
+        default=UNSET,
         metavar="N|inf",
         help="size of the pool as tokens of KV, such as 2.56M or 512Ki; states and windows share its"
-        f" bytes (default: inf); {SUFFIXES}",
+        " bytes (default: inf; of replay --hardware what its memory holds beside the weights);"
+        f" {SUFFIXES}",
     )
     parser.add_argument(
         "--retention",
@@ -123,19 +193,17 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_replay(
-    args: argparse.Namespace, *, oracle: bool = False, check: bool = False
-) -> tuple[Replay, Iterator[TraceRequest]]:
-    """A replay as `add_trace_arguments` describes it, and the requests to serve."""
-    lanes = lane_settings(args)
-    trace = open_trace(args.trace)
+def read_settings(
+    args: argparse.Namespace, trace: TraceFile, *, oracle: bool = False, check: bool = False
+) -> ReplaySettings:
+    """What `add_trace_arguments` describes; the pool unbounded where it is not given."""
     serving = {"preset": args.preset, "tp": args.tp, "dcp": args.dcp, "kv_dtype": args.kv_dtype}
     block_tokens = args.block_tokens
     if block_tokens is None:
         block_tokens = fitting_block(trace.block_tokens, **serving)
-    settings = ReplaySettings(
+    return ReplaySettings(
         block_tokens=block_tokens,
-        pool_tokens=args.pool_tokens,
+        pool_tokens=None if args.pool_tokens is UNSET else args.pool_tokens,
         **serving,
         retention_tokens=args.retention,
         movable=not args.no_moves,
@@ -143,7 +211,44 @@ def open_replay(
         check=check,
         seed=args.seed,
     )
+
+
+def open_replay(
+    args: argparse.Namespace, *, oracle: bool = False, check: bool = False
+) -> tuple[Replay, Iterator[TraceRequest]]:
+    """A replay as `add_trace_arguments` describes it, and the requests to serve."""
+    lanes = lane_settings(args)
+    trace = open_trace(args.trace)
+    settings = read_settings(args, trace, oracle=oracle, check=check)
     return Replay(trace.path, trace.block_tokens, settings), iter(trace.requests(lanes))
+
+
+def open_timed(args: argparse.Namespace) -> tuple[TimedReplay, Arrivals]:
+    """A replay in simulated time, and who comes when."""
+    lanes = lane_settings(args)
+    if args.oracle is not None:
+        raise ConfigError(
+            f"--oracle {args.oracle} serves one request at a time: not with --hardware"
+        )
+    if args.speed is not None and (lanes is not None or not 0 < args.speed <= MAX_SPEED):
+        raise ConfigError(
+            f"--speed is {args.speed}: it must be above 0, up to {MAX_SPEED:g}, and without --lanes,"
+            " whose sessions wait for their answers"
+        )
+    given = {n: getattr(args, n) for n in TIMED_FLAGS[1:4] if getattr(args, n) is not None}
+    timing = TimingSettings(
+        hardware=parse_hardware(args.hardware),
+        hardware_name=args.hardware,
+        weights=None if args.weights is None else parse_weights(args.weights),
+        **given,
+    )
+    trace = open_trace(args.trace)
+    settings = read_settings(args, trace, check=args.check)
+    if args.pool_tokens is UNSET:
+        pool_tokens = pool_tokens_beside(timing.roofline(settings))
+        settings = replace(settings, pool_tokens=pool_tokens)
+    replay = TimedReplay(trace.path, trace.block_tokens, settings, timing)
+    return replay, trace.arrivals(lanes, speed=1.0 if args.speed is None else args.speed)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -152,13 +257,9 @@ def run(args: argparse.Namespace) -> int:
         require_writable(args.output)
         require_apart(args.output, [args.trace])
     started, used = time.perf_counter(), time.process_time()
-    replay, requests = open_replay(args, oracle=args.oracle is not None, check=args.check)
-    with Progress() as progress:
-        for count, request in enumerate(requests, 1):
-            replay.serve(request)
-            progress.update(f"replay: {count} requests, {time.perf_counter() - started:.0f} s")
+    report = _timed(args, started) if args.hardware is not None else _at_once(args, started)
     lanes = lane_settings(args)
-    report = replay.report() | {
+    report |= {
         "lanes": args.lanes,
         "hours": None if lanes is None else lanes.hours,
         "wall_seconds": time.perf_counter() - started,
@@ -174,6 +275,32 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report["leaked_blocks"] else 0
 
 
+def _at_once(args: argparse.Namespace, started: float) -> dict[str, Any]:
+    given = [f"--{n.replace('_', '-')}" for n in TIMED_FLAGS if getattr(args, n) is not None]
+    if given:
+        raise ConfigError(f"{given[0]} needs --hardware: without it no time passes")
+    replay, requests = open_replay(args, oracle=args.oracle is not None, check=args.check)
+    with Progress() as progress:
+        for count, request in enumerate(requests, 1):
+            replay.serve(request)
+            progress.update(f"replay: {count} requests, {time.perf_counter() - started:.0f} s")
+    return replay.report()
+
+
+def _timed(args: argparse.Namespace, started: float) -> dict[str, Any]:
+    replay, arrivals = open_timed(args)
+    with Progress() as progress:
+
+        def told(count: int) -> None:
+            wall = time.perf_counter() - started
+            progress.update(
+                f"replay: {count} requests, {replay.clock.now:,.0f} s simulated, {wall:.0f} s"
+            )
+
+        replay.run(arrivals, told)
+    return replay.report()
+
+
 def lane_settings(args: argparse.Namespace) -> LaneSettings | None:
     """What `--lanes` and `--hours` ask for."""
     if args.lanes is None:
@@ -182,69 +309,3 @@ def lane_settings(args: argparse.Namespace) -> LaneSettings | None:
         return None
     hours = 1.0 if args.hours is None else args.hours
     return LaneSettings(lanes=args.lanes, hours=hours, seed=args.seed)
-
-
-def _describe_preset(report: dict[str, Any]) -> str:
-    ranks = f"TP {report['tp']}" + (f", DCP {report['dcp']}" if report["dcp"] > 1 else "")
-    kv = "" if report["kv_dtype"] == "auto" else f", KV {report['kv_dtype']}"
-    return f"{report['preset']}, {ranks}{kv}, retention {report['retention']}"
-
-
-def _describe_pool(report: dict[str, Any]) -> str:
-    tokens, blocks = report["pool_tokens"], report["block_tokens"]
-    pages = ", ".join(f"{count:,} {name}" for name, count in report["pages_per_slab"].items())
-    if tokens == "inf":
-        return f"without bound, blocks of {blocks} tokens"
-    return (
-        f"{tokens:,} tokens in blocks of {blocks}: {report['pool_slabs']:,} slabs of"
-        f" {report['slab_bytes'] / 2**20:,.1f} MiB, pages in one: {pages}"
-    )
-
-
-def _describe_rates(report: dict[str, Any]) -> str:
-    text = f"{report['hit_rate']:.4f}  (ideal {report['ideal_hit_rate']:.4f}"
-    if report["oracle_hit_rate"] is not None:
-        text += f", page-exact LRU {report['oracle_hit_rate']:.4f}"
-    return text + ")"
-
-
-def describe(report: dict[str, Any]) -> list[str]:
-    """The result as a table for people."""
-    prompt = report["prompt_tokens"]
-    rows = [
-        ("trace", report["trace"]),
-        ("preset", _describe_preset(report)),
-        ("pool", _describe_pool(report)),
-        ("requests", f"{report['requests']:,}"),
-        ("prompt tokens", f"{prompt:,}"),
-        ("hit rate", _describe_rates(report)),
-    ]
-    rows += [
-        (f"lost: {cause.replace('_', ' ')}", f"{tokens / max(1, prompt):.4f}  ({tokens:,} tokens)")
-        for cause, tokens in report["lost_tokens_by_cause"].items()
-        if tokens
-    ]
-    policy = report["checkpoints_per_request"]
-    end = report["end_of_turn_checkpoints_per_request"]
-    if policy or end:
-        rows.append(("states kept", f"{policy:.2f} per request, {end:.2f} at the end of the turn"))
-    if report["reclaimed_slabs"]:
-        rows.append(
-            (
-                "slabs reclaimed",
-                f"{report['reclaimed_slabs']:,}, {report['moved_pages']:,} pages moved",
-            )
-        )
-    rows += [
-        ("peak used", f"{report['peak_used_bytes'] / 2**30:,.1f} GiB"),
-        ("leaked blocks", str(report["leaked_blocks"])),
-        ("checks", f"{report['checks']:,}"),
-        ("wall time", f"{report['wall_seconds']:.1f} s"),
-        ("processor time", f"{report['cpu_seconds']:.1f} s"),
-        (
-            "of that",
-            "{manager_seconds:.1f} s manager, {explain_seconds:.1f} s causes".format(**report),
-        ),
-    ]
-    width = max(len(name) for name, _ in rows)
-    return [f"{name:{width}}  {value}" for name, value in rows]

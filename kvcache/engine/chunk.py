@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,12 @@ class Chunk:
     Of a span what lies before the first token that the chunk reads is no page of the request."""
     states: Sequence[StatePlan | None]
     """For each recurrent group where the state comes from and goes; None for the others."""
+    following: int = -1
+    """The token after the chunk; -1: this step makes it."""
+    drafts: int = 0
+    """So many guessed tokens after the chunk have pages and states too. For a `Guesser`."""
+    guess: int = -1
+    """The first of them: what the `Guesser` said when it made the chunk's token."""
 
     @property
     def end(self) -> int:
@@ -56,3 +62,29 @@ class Runner(Protocol):
 
         Called before anything is read or written that was handed out since.
         """
+
+
+class Guesses(NamedTuple):
+    """What came of one chunk."""
+
+    tokens: NDArray[np.int32]
+    """The greedy next token, and one more for each draft that was right, in order."""
+    guess: int
+    """The draft of the token after those, where the chunk was the last of what is known; or -1."""
+
+
+@runtime_checkable
+class Guesser(Protocol):
+    """A runner that guesses tokens with a small model and checks several at once."""
+
+    draft_tokens: int
+    """Most drafts of a chunk."""
+
+    def run_guessing(self, chunks: Sequence[Chunk]) -> list[Guesses]:
+        """As `run`. Of a chunk with `drafts` it guesses these, the first one is `guess`.
+
+        Pages and states that were granted for wrong guesses may be written, and are read by nobody.
+        """
+
+    def clear_pages(self, group: int, pages: NDArray[np.int32]) -> None:
+        """Zero pages of a draft group that a hit has no content for."""

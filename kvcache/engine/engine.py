@@ -9,24 +9,26 @@ One step:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connectors.driver import Offload
 from kvcache.core import arrays
-from kvcache.core.errors import CapacityError, ConfigError, HandleError, InputError, MisuseError
-from kvcache.core.hashing import as_tokens
+from kvcache.core.errors import CapacityError, ConfigError, HandleError, MisuseError
 from kvcache.core.manager import Manager
 from kvcache.core.values import whole
-from kvcache.engine.chunk import Chunk, Runner
+from kvcache.engine.chunk import Chunk, Guesser, Guesses, Runner
+from kvcache.engine.chunk_maker import ChunkMaker
+from kvcache.engine.costs import Costs, Loads
+from kvcache.engine.intake import MAX_PRIORITY, validated
+from kvcache.engine.pauses import Pauses
 from kvcache.engine.queues import Counters
 from kvcache.engine.request import (
     Event,
     Finished,
-    PageTable,
     Reason,
     Request,
     Result,
@@ -35,39 +37,14 @@ from kvcache.engine.request import (
     Token,
 )
 from kvcache.engine.scheduler import Scheduler, Work
+from kvcache.engine.settings import EngineSettings
 
-MAX_WAIT_SECONDS = 86_400.0
+__all__ = ["Engine", "EngineSettings"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """Limits of one engine."""
-
-    token_budget: int = 512
-    """Most tokens computed in one step."""
-    max_requests: int = 16
-    """Most requests that run or load at one time."""
-    max_waiting: int = 4096
-    """Most requests that wait for their turn; more are refused."""
-    idle_wait_seconds: float = 0.002
-    """How long one step waits for transfers or pages when it has nothing to compute."""
-    stall_seconds: float = 60.0
-    """After so long without any progress the oldest request is given up."""
-    debug: bool = False
-    """Recount the manager's invariants after each step. O(pages) per step."""
-
-    def __post_init__(self) -> None:
-        if self.max_waiting < 1:
-            raise ConfigError(f"max_waiting is {self.max_waiting}: it must be above 0")
-        for name in ("idle_wait_seconds", "stall_seconds"):
-            if not 0 < getattr(self, name) <= MAX_WAIT_SECONDS:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}: it must be above 0 and at most"
-                    f" {MAX_WAIT_SECONDS}"
-                )
+T = TypeVar("T")
 
 
-class Engine:
+class Engine(Pauses):
     """Continuous batching over one runner. Not thread-safe.
 
     Args:
@@ -75,6 +52,7 @@ class Engine:
         manager: owns those pages; built for `runner.geometry`. May be `movable`: the engine lets
             the runner do the copies.
         offload: a tier below the device, made for the same manager; None: no tier.
+        clock: what timings and priorities go by, in seconds.
     """
 
     def __init__(
@@ -84,15 +62,20 @@ class Engine:
         offload: Offload | None = None,
         *,
         settings: EngineSettings | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if runner.geometry != manager.geometry:
             raise ConfigError("the runner and the manager were built for different geometries")
         if offload is not None and offload.manager is not manager:
             raise ConfigError("the offload was made for another manager: give both the same one")
+        super().__init__()
         self.settings = settings or EngineSettings()
+        self._guesser = runner if isinstance(runner, Guesser) else None
         self.scheduler = Scheduler(
             manager,
             offload,
+            costs=Costs(Loads(self.settings.loads), self.settings.token_budget),
+            draft_tokens=self._guesser.draft_tokens if self._guesser else 0,
             move_pages=self._move_pages,
             token_budget=self.settings.token_budget,
             max_requests=self.settings.max_requests,
@@ -100,11 +83,12 @@ class Engine:
         self._runner = runner
         self._manager = manager
         self._offload = offload
+        self._clock = clock
         self._requests: dict[int, Request] = {}
         self._arrivals = 0
         self._events: list[Event] = []
         self._idle_since: float | None = None
-        self._kinds = [rules.kind for rules in manager.geometry.rules]
+        self._chunks = ChunkMaker(manager, self._guesser)
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -116,6 +100,7 @@ class Engine:
         stop_ids: Sequence[int] = (),
         boundaries: Sequence[int] = (),
         salt: str = "",
+        priority: int = 0,
     ) -> int:
         """Queue a prompt; returns the request's id.
 
@@ -125,68 +110,41 @@ class Engine:
             stop_ids: generation ends after one of these; it is part of the output.
             boundaries: prompt positions where a prefix is known to be shared (see `Manager.open`).
             salt: requests share prefixes only under an equal salt.
+            priority: smaller goes first, see `EngineSettings.priority_seconds`; equal ones in order
+                of arrival. From -1,000,000 to 1,000,000.
 
         Raises:
             InputError: an empty prompt, a token id out of range, more tokens than the context.
             CapacityError: it can never fit in the arena, or too many requests wait.
         """
-        tokens = self._validated(prompt, max_new_tokens)
+        tokens = validated(prompt, max_new_tokens, self._runner, self._manager)
         if len(self.scheduler.waiting) >= self.settings.max_waiting:
             raise CapacityError(
                 f"{self.settings.max_waiting} requests wait already: send fewer at a time or raise"
                 " max_waiting"
             )
         total = len(tokens) + max_new_tokens
+        number = whole(priority, "priority", least=-MAX_PRIORITY, most=MAX_PRIORITY)
         stops = frozenset(int(i) for i in arrays.flat(stop_ids, np.int64, "stop_ids"))
         buffer = np.empty(total, np.int32)
         buffer[: len(tokens)] = tokens
         handle = self._manager.open(tokens, max_tokens=total, salt=salt, boundaries=boundaries)
+        now = self._clock()
         request = Request(
             id=handle,
             tokens=buffer,
             prompt_tokens=len(tokens),
             known=len(tokens),
             stop_ids=stops,
-            arrival=time.perf_counter(),
+            arrival=now,
             order=self._arrivals,
+            priority=number,
+            due=now + number * self.settings.priority_seconds,
         )
         self._arrivals += 1
         self._requests[handle] = request
         self.scheduler.add(request)
         return handle
-
-    def _validated(
-        self, prompt: Sequence[int] | NDArray[np.integer], max_new_tokens: int
-    ) -> NDArray[np.int32]:
-        tokens = as_tokens(prompt)
-        arrays.flat([max_new_tokens], np.int64, "max_new_tokens")
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {max_new_tokens}: it must be above 0")
-        if len(tokens) == 0:
-            raise InputError("the prompt is empty: give at least one token")
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self._runner.vocab_size:
-            raise InputError(
-                f"the prompt has token ids from {low} to {high}: the model's vocabulary is 0 to"
-                f" {self._runner.vocab_size - 1}"
-            )
-        total = len(tokens) + max_new_tokens
-        if total > self._runner.context_tokens:
-            raise InputError(
-                f"the prompt has {len(tokens)} tokens and max_new_tokens is {max_new_tokens}:"
-                f" together {total}, the model's context is {self._runner.context_tokens};"
-                " shorten the prompt or lower max_new_tokens"
-            )
-        geometry, slabs = self._manager.geometry, self._manager.arena_stats().slabs
-        need = geometry.slabs_needed(total)
-        if need > slabs:
-            raise CapacityError(
-                f"a request of {total} tokens ({len(tokens)} in the prompt, max_new_tokens"
-                f" {max_new_tokens}) needs {need} slabs of {geometry.slab_bytes:,} bytes, the arena"
-                f" has {slabs}: give it more memory (slabs), shorten the prompt or lower"
-                " max_new_tokens"
-            )
-        return tokens
 
     def abort(self, request_id: int) -> None:
         """End a request at any moment, also from inside the runner.
@@ -229,15 +187,26 @@ class Engine:
         after `idle_wait_seconds` at most. If the runner raises, the requests of its batch end with
         `Reason.ERROR`, and the exception goes on.
         """
-        preempted = self.counters.preemptions
-        ended = self.scheduler.collect_loads()
-        batch, sampled = self._compute()
-        now = time.perf_counter()
-        for work, token in zip(batch, sampled, strict=True):
-            self._take(work, int(token), now)
+        self._require_awake()
+        begin, counters = self._clock(), self.counters
+        beside = counters.runner_seconds + counters.tier_seconds
+        preempted = counters.preemptions
+        ended = self._timed(self.scheduler.collect_loads)
+        batch, guesses = self._compute()
+        now = self._clock()
+        told: dict[int, NDArray[np.int32]] = {}
+        for work, guess in zip(batch, guesses, strict=True):
+            self._take(work, guess, now, told)
+        if told:
+            counts = [len(tokens) for tokens in told.values()]
+            self._manager.extend_many(
+                list(told), np.concatenate(list(told.values())), counts=counts
+            )
         if self._offload is not None:
-            self._offload.end_of_step()
-        if batch or ended or preempted < self.counters.preemptions or not self.scheduler.busy:
+            self._timed(self._offload.end_of_step)
+        beside = counters.runner_seconds + counters.tier_seconds - beside
+        counters.scheduler_seconds += self._clock() - begin - beside
+        if batch or ended or preempted < counters.preemptions or not self.scheduler.busy:
             self._idle_since = None
         else:
             self._idle()
@@ -245,6 +214,14 @@ class Engine:
             self._manager.check()
         events, self._events = self._events, []
         return events
+
+    def _timed(self, call: Callable[[], T]) -> T:
+        """A call whose time is the tier's."""
+        begin = self._clock()
+        try:
+            return call()
+        finally:
+            self.counters.tier_seconds += self._clock() - begin
 
     def stream(self) -> Iterator[Event]:
         """Step until every request has ended, giving each event as it comes.
@@ -275,77 +252,94 @@ class Engine:
             )
         return tokens
 
-    def _compute(self) -> tuple[list[Work], NDArray[np.int32]]:
+    def _compute(self) -> tuple[list[Work], list[Guesses]]:
         step = self._manager.begin_step()
         try:
             batch = self.scheduler.schedule()
             self._move_pages()
+            batch = [work for work in batch if work.request.in_step]  # not aborted meanwhile
             if not batch:
-                return [], np.empty(0, np.int32)
+                return [], []
             self.counters.steps += 1
-            sampled = self._runner.run([self._chunk(work) for work in batch])
-            return batch, self._checked(sampled, len(batch))
+            chunks = [self._chunks.chunk(work) for work in batch]
+            begin = self._clock()
+            guesses = self._run(chunks)
+            seconds = self._clock() - begin
+            self.counters.runner_seconds += seconds
+            self.scheduler.costs.note_step([(w.start, w.end) for w in batch], seconds)
+            self._commit_right(batch, guesses)
         except BaseException:
             self._move_pages()
             for request in list(self.scheduler.running):
-                if request.granted > request.computed:  # it takes part in this step
+                if request.in_step:
                     self._close(request, Reason.ERROR)
             raise
         finally:
             self._manager.end_step(step)
+        return batch, guesses
+
+    def _run(self, chunks: list[Chunk]) -> list[Guesses]:
+        if self._guesser is None:
+            tokens = self._checked(self._runner.run(chunks), len(chunks))
+            return [Guesses(tokens[i : i + 1], -1) for i in range(len(tokens))]
+        guesses = self._guesser.run_guessing(chunks)
+        for chunk, (tokens, _) in zip(chunks, guesses, strict=True):
+            if not 1 <= len(self._checked(tokens, len(tokens))) <= chunk.drafts + 1:
+                raise MisuseError(
+                    f"the runner gave {len(tokens)} tokens for a chunk with {chunk.drafts} drafts:"
+                    " one, and one more for each that was right"
+                )
+        return guesses
+
+    def _commit_right(self, batch: list[Work], guesses: list[Guesses]) -> None:
+        """Of a chunk with drafts what was right is kept, up to where the request ends."""
+        for i, work in enumerate(batch):
+            request, tokens = work.request, guesses[i].tokens
+            if not work.drafts or request.status is not Status.RUNNING:
+                continue
+            self.counters.proposed_tokens += work.drafts
+            self.counters.accepted_tokens += len(tokens) - 1
+            kept = tokens[: request.first_end(tokens)]
+            guesses[i] = Guesses(kept, guesses[i].guess)
+            self._manager.commit(request.id, work.start + len(kept))
 
     def _move_pages(self) -> None:
         """Cached pages that made room for others: before those are read or written."""
         moves = self._manager.take_moves()
         if len(moves):
+            begin = self._clock()
             self._runner.move_pages(moves)
+            self.counters.runner_seconds += self._clock() - begin
 
-    def _chunk(self, work: Work) -> Chunk:
-        request, manager = work.request, self._manager
-        return Chunk(
-            tokens=request.tokens[work.start : work.end],
-            start=work.start,
-            tables=[
-                None if kind == "state" else self._table(request, g, work.end)
-                for g, kind in enumerate(self._kinds)
-            ],
-            states=[
-                manager.state_plan(request.id, g) if kind == "state" else None
-                for g, kind in enumerate(self._kinds)
-            ],
-        )
-
-    def _table(self, request: Request, group: int, end: int) -> NDArray[np.int32]:
-        """Pages up to token `end`. Copies only those that came since the last call.
-
-        What a span group gave up in the meantime stays in the table: nobody reads it there.
-        """
-        block = self._manager.geometry.block_tokens[group]
-        if not block:  # private pages
-            return self._manager.block_table(request.id, group)
-        if group not in request.tables:
-            request.tables[group] = PageTable(-(-len(request.tokens) // block))
-        table = request.tables[group]
-        if -(-end // block) > len(table):
-            table.append(self._manager.block_table(request.id, group, len(table)))
-        return table.pages
-
-    def _take(self, work: Work, token: int, now: float) -> None:
-        request, counters = work.request, self.counters
+    def _take(
+        self, work: Work, guesses: Guesses, now: float, told: dict[int, NDArray[np.int32]]
+    ) -> None:
+        """What came of some work; tokens that the manager is to be told of go into `told`."""
+        request, counters, tokens = work.request, self.counters, guesses.tokens
         counters.computed_tokens += work.end - work.start
         if request.status is not Status.RUNNING:
             return  # aborted or preempted while the runner had it
         before = request.recomputed_tokens
-        request.advance(work.end)
+        request.advance(work.start + len(tokens) if work.drafts else work.end)
+        if work.drafts:
+            self._chunks.cut_tables(request)
         counters.recomputed_tokens += request.recomputed_tokens - before
-        if request.remaining:
+        if request.remaining > 0:
             return
-        reason = request.append(token, now)
-        self._events.append(Token(request.id, token))
-        if reason is not None:
-            self._close(request, reason)
-        else:
-            self._manager.extend(request.id, [token])
+        reason = None
+        for token in tokens.tolist():
+            reason = request.append(token, now)
+            self._events.append(Token(request.id, token))
+        request.guess = guesses.guess
+        if reason is None and request.foreign:
+            self._manager.extend_foreign(request.id, len(tokens))
+            return
+        if reason is None:
+            told[request.id] = tokens
+            return
+        if len(tokens) > 1:  # the last one is not computed: it gets no key
+            self._manager.extend(request.id, tokens[:-1])
+        self._close(request, reason)
 
     def _close(self, request: Request, reason: Reason) -> None:
         self.scheduler.remove(request)
@@ -355,7 +349,7 @@ class Engine:
         else:
             self._manager.abort(request.id)
         self.counters.finished_requests += 1
-        timing = Timing(request.arrival, request.first_token, time.perf_counter())
+        timing = Timing(request.arrival, request.first_token, self._clock())
         self._events.append(Finished(request.id, reason, request.usage(), timing))
 
     def _idle(self) -> None:
@@ -363,12 +357,13 @@ class Engine:
 
         A request that waits too long is given up.
         """
-        now = time.perf_counter()
+        now = self._clock()
         if self._idle_since is None:
             self._idle_since = now
         elif now - self._idle_since > self.settings.stall_seconds:
             self._idle_since = None
-            self._close(min(self._requests.values(), key=lambda r: r.order), Reason.STALLED)
+            assert self.scheduler.oldest is not None
+            self._close(self.scheduler.oldest, Reason.STALLED)
             return
         if self._offload is not None:
             self._offload.wait(self.settings.idle_wait_seconds)

@@ -51,3 +51,14 @@ def has_room(manager: Manager, request: Request, hit: Hit, admitted: Sequence[Re
             pages += sum(-(-r.known // block) - -(-r.granted // block) for r in admitted)
         need += pages * geometry.stride_bytes[geometry.class_of_group[g]]
     return need <= free
+
+
+def lacks_room(manager: Manager, handle: int, tokens: int) -> bool:
+    """Whether a running request's next tokens need more memory than is free or cached. In bytes."""
+    geometry, stats = manager.geometry, manager.arena_stats()
+    free = stats.slabs * geometry.slab_bytes
+    for held, stride in zip(stats.classes, geometry.stride_bytes, strict=True):
+        free -= held.held * stride
+    need = manager.need(handle, tokens)
+    strides = (geometry.stride_bytes[c] for c in geometry.class_of_group)
+    return sum(n * stride for n, stride in zip(need, strides, strict=True)) > free

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from kvcache.connectors.driver import Offload
 from kvcache.core.manager import Manager
 from kvcache.core.records import Grant, Hit
+from kvcache.engine.costs import Costs, hit_bytes
 from kvcache.engine.request import Request, Status
 
 
@@ -31,31 +32,50 @@ class Counters:
     recomputed_tokens: int = 0
     """Of `computed_tokens`: held before by the same request, lost to a preemption."""
     preemptions: int = 0
+    kept_preemptions: int = 0
+    """Of them, those whose last part was sent to the tier before its pages went."""
     failed_loads: int = 0
+    computed_instead_tokens: int = 0
+    """Not loaded, though a tier had them, because computing looked cheaper."""
+    proposed_tokens: int = 0
+    """Drafts that were checked."""
+    accepted_tokens: int = 0
+    """Of them, those that were right."""
     steps: int = 0
     finished_requests: int = 0
+    runner_seconds: float = 0.0
+    """In the runner: what it computes, and moves of pages."""
+    tier_seconds: float = 0.0
+    """In calls of the tier: plans, results, stores; not its copies, which run beside."""
+    scheduler_seconds: float = 0.0
+    """In the rest of the steps: scheduler and manager, tables, tokens. Without waits."""
 
 
-def age(request: Request) -> int:
-    """Rank of arrival: the order of every queue."""
-    return request.order
+def rank(request: Request) -> tuple[float, int]:
+    """Who is served first: the order of every queue. See `Request.rank`."""
+    return request.rank
 
 
 class Queues:
     """Keeps the manager and the tier informed of what becomes of each request.
 
     Attributes:
-        waiting, running: oldest first.
+        waiting, running: by rank.
         loading: by handle.
     """
 
-    def __init__(self, manager: Manager, offload: Offload | None) -> None:
+    def __init__(self, manager: Manager, offload: Offload | None, costs: Costs) -> None:
         self.counters = Counters()
+        self.costs = costs
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.loading: dict[int, Request] = {}
         self._manager = manager
         self._offload = offload
+        self._open: dict[int, Request] = {}
+        """In order of arrival."""
+        self.oldest: Request | None = None
+        """Of all that are open: the one that the manager keeps room for, whatever its rank."""
         self._refused: Request | None = None
         self._refused_at: list[int] = []
 
@@ -67,8 +87,10 @@ class Queues:
     # ---- entering and leaving ------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a new request."""
-        insort(self.waiting, request, key=age)
+        """Queue a new request, younger than all others."""
+        self._open[request.id] = request
+        self.oldest = self.oldest or request
+        insort(self.waiting, request, key=rank)
 
     def remove(self, request: Request) -> None:
         """Take a request out, in any state. The caller closes it in the manager right after."""
@@ -78,6 +100,9 @@ class Queues:
         else:
             (self.waiting if request.status is Status.WAITING else self.running).remove(request)
         request.status = Status.DONE
+        del self._open[request.id]
+        if request is self.oldest:
+            self.oldest = next(iter(self._open.values()), None)
         self._refused = None
         if self._offload is not None:
             self._offload.forget(request.id)
@@ -87,19 +112,39 @@ class Queues:
         self.running.remove(request)
         if self._offload is not None:
             self._offload.release(request.id)
+        computed = request.computed
         self._manager.preempt(request.id)
         self._wait_again(request)
         self.counters.preemptions += 1
+        if self._offload is None or not computed:
+            return
+        # What it computed last got keys just now: held by their stores, before others take the pages.
+        if self.costs.keeping_pays(hit_bytes(self._manager.geometry, 0, computed), computed):
+            self.counters.kept_preemptions += 1
+            self._offload.end_of_step()
+
+    def drop_loads(self) -> None:
+        """Nobody waits for the loads in flight any more: their requests are looked up again."""
+        for request in list(self.loading.values()):
+            assert self._offload is not None
+            del self.loading[request.id]
+            self._wake(request)
+            self._offload.release(request.id)
+            self._manager.preempt(request.id)
+            self._wait_again(request)
 
     def _wait_again(self, request: Request) -> None:
         request.lose_pages()
-        insort(self.waiting, request, key=age)
+        insort(self.waiting, request, key=rank)
         self._refused = None
 
     def collect_loads(self) -> int:
         """Move requests whose load ended since the last call; returns how many. Never blocks."""
         ended = 0
-        for handle, ok in self._offload.poll() if self._offload is not None else ():
+        results = self._offload.poll() if self._offload is not None else []
+        for loaded_bytes, seconds in self._offload.take_timings() if self._offload else ():
+            self.costs.note_load(loaded_bytes, seconds)
+        for handle, ok in results:
             request = self.loading.pop(handle, None)
             if request is None:
                 continue
@@ -120,9 +165,12 @@ class Queues:
 
     def _run(self, request: Request, device_tokens: int, host_tokens: int) -> None:
         request.adopt(device_tokens, host_tokens)
+        if request.instead is not None:
+            self.costs.note_computed_instead(*request.instead)
+            self.counters.computed_instead_tokens += request.instead[1] - request.instead[0]
         self.counters.device_tokens += device_tokens
         self.counters.restored_tokens += host_tokens
-        insort(self.running, request, key=age)
+        insort(self.running, request, key=rank)
 
     def _park(self, request: Request, hit: Hit, grant: Grant) -> None:
         """Its load is in flight: it holds the pages of the hit and computes nothing."""
@@ -133,11 +181,6 @@ class Queues:
         self.loading[request.id] = request
 
     # ---- who is first, who was refused -----------------------------------------------------------
-
-    def _is_oldest(self, request: Request) -> bool:
-        """Of all that are open: the one that the manager keeps room for."""
-        others = [*self.waiting[:1], *self.running[:1], *self.loading.values()]
-        return request.order <= min(map(age, others))
 
     def _held(self) -> list[int]:
         """Pages with a reference, of each size class."""

@@ -110,9 +110,13 @@ class PageTable:
         self._buffer[self._length : self._length + len(pages)] = pages
         self._length += len(pages)
 
+    def cut(self, blocks: int) -> None:
+        """Forget what lies behind so many blocks."""
+        self._length = min(self._length, blocks)
+
     @property
     def pages(self) -> NDArray[np.int32]:
-        """All of them: a view, which later appends leave as it is."""
+        """All of them: a view, which later appends leave as it is, unless some were cut off before."""
         return self._buffer[: self._length]
 
 
@@ -130,6 +134,12 @@ class Request:
     arrival: float
     order: int
     """Rank of arrival: smaller is older."""
+    foreign: bool = False
+    """Its keys come from outside, its tokens are not known."""
+    priority: int = 0
+    """Smaller is sooner."""
+    due: float = 0.0
+    """Its arrival, moved by its priority: see `EngineSettings.priority_seconds`."""
     computed: int = 0
     """Tokens whose KV is in pages that the request holds."""
     granted: int = 0
@@ -146,10 +156,26 @@ class Request:
     first_token: float = 0.0
     adopting: tuple[int, int] = field(default=(0, 0))
     """Device and tier tokens of the hit that a load in flight completes."""
+    adopted: bool = False
+    """It starts from a hit, and the runner has not seen it since."""
+    guess: int = -1
+    """While it decodes with a draft model: the draft of its next token; -1: none."""
+    instead: tuple[int, int] | None = None
+    """Tokens [begin, end) that its last lookup left in the tier because computing is cheaper."""
     awaits: Request | None = None
     """While it waits: the request whose load brings what it needs. Not looked at until that ends."""
     tables: dict[int, PageTable] = field(default_factory=dict)
     """By group: the pages that the runner was told of. A page that is held keeps its number."""
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Who is served first. It never changes, so that none is passed by ever new arrivals."""
+        return self.due, self.order
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the step that is scheduled now computes some of it: its pages are in use."""
+        return self.status is Status.RUNNING and self.granted > self.computed
 
     @property
     def remaining(self) -> int:
@@ -164,6 +190,7 @@ class Request:
     def adopt(self, device_tokens: int, host_tokens: int) -> None:
         """Start from a hit: nothing of it is computed. The first one is what the caller is told."""
         self.computed = self.granted = device_tokens + host_tokens
+        self.adopted = self.computed > 0
         self.reached = max(self.reached, self.computed)
         self.status = Status.RUNNING
         if not self.admitted:
@@ -174,6 +201,7 @@ class Request:
         """It holds no pages any more and waits to be looked up again."""
         self.computed = self.granted = 0
         self.tables = {}
+        self.guess = -1
         self.status = Status.WAITING
         self.needs_budget = False
 
@@ -182,6 +210,13 @@ class Request:
         self.recomputed_tokens += max(0, min(end, self.reached) - self.computed)
         self.computed = end
         self.reached = max(self.reached, end)
+
+    def first_end(self, tokens: Sequence[int] | NDArray[np.int32]) -> int:
+        """How many of these next tokens there are up to the first that ends the request."""
+        for i, token in enumerate(tokens):
+            if int(token) in self.stop_ids:
+                return i + 1
+        return min(len(tokens), len(self.tokens) - self.known)
 
     def append(self, token: int, now: float) -> Reason | None:
         """Take a generated token; returns why the request is over, if it is."""

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache.connectors.base import PageRegion
-from kvcache.core.errors import InputError, MisuseError
+from kvcache.core.errors import ConfigError, InputError, MisuseError
+from kvcache.core.layout import Geometry
 from kvcache.core.records import StatePlan
 from kvcache.engine.batch import NOWHERE, first_block, make_batch
 from kvcache.engine.chunk import Chunk
@@ -27,20 +28,24 @@ class TorchRunner:
     Args:
         model: weights and geometry.
         slabs: size of the arena of each rank, as the manager has it.
+        geometry: the model's groups, and maybe more behind them; None: the model's own.
 
     Attributes:
         storages: the page memory of each rank, owned.
         last_logits: `[chunks, vocabulary]` of the last run.
     """
 
-    def __init__(self, model: Model, slabs: int) -> None:
+    def __init__(self, model: Model, slabs: int, *, geometry: Geometry | None = None) -> None:
         self.model = model
-        self.geometry = model.geometry
+        self.geometry = geometry or model.geometry
         self.vocab_size = model.vocab_size
         self.context_tokens = model.context_tokens
-        self.storages = [PagedStorage(model.geometry, slabs) for _ in range(model.shards.ranks)]
+        self.storages = [PagedStorage(self.geometry, slabs) for _ in range(model.shards.ranks)]
         self.last_logits = torch.empty((0, model.vocab_size))
-        self._caches = [model.caches(storage, r) for r, storage in enumerate(self.storages)]
+        self._caches = self._caches_of(model)
+
+    def _caches_of(self, model: Model) -> list[list[object]]:
+        return [model.caches(storage, r) for r, storage in enumerate(self.storages)]
 
     @property
     def storage(self) -> PagedStorage:
@@ -50,6 +55,8 @@ class TorchRunner:
     def regions(self) -> list[PageRegion]:
         """The page memory of all ranks, as connectors made with `model.tier_geometry` take it."""
         of_ranks = [storage.regions() for storage in self.storages]
+        if len(of_ranks) == 1:
+            return of_ranks[0]
         model = self.model
         return tier_regions(of_ranks, model.tier_geometry, model.shards, model.parts)
 
@@ -57,6 +64,27 @@ class TorchRunner:
         """See `chunk.Runner`."""
         for storage in self.storages:
             storage.move(moves)
+
+    def release_memory(self) -> None:
+        """Give the page memory back to the system: all of it is lost, and used again as before."""
+        for storage in self.storages:
+            storage.release()
+
+    def set_model(self, model: Model) -> None:
+        """Compute with other weights from now on, in pages of the same kind.
+
+        Raises:
+            ConfigError: another geometry, or another vocabulary.
+        """
+        ours = (self.model.geometry, self.model.shards, self.vocab_size)
+        if (model.geometry, model.shards, model.vocab_size) != ours:
+            raise ConfigError(
+                f"model {model.name} has other groups, shards or another vocabulary than {self.model.name}:"
+                " make a runner and a manager for it"
+            )
+        self.model = model
+        self.context_tokens = min(self.context_tokens, model.context_tokens)
+        self._caches = self._caches_of(model)
 
     @property
     def last_gaps(self) -> NDArray[np.float32]:

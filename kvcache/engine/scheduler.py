@@ -1,15 +1,24 @@
-"""Who computes what in a step: one token budget for decode and prefill, oldest first.
+"""Who computes what in a step: one token budget for decode and prefill, in order of rank.
+
+A request's rank is its arrival, moved by its priority: a step of priority is worth
+`priority_seconds` of waiting. So a rank never changes, only requests that came before a certain
+moment ever rank before it, and nobody waits for ever behind new arrivals. With equal priorities it
+is the order of arrival.
 
 Rules, each with the reason that keeps the engine from standing still:
 
-* The oldest request, running or not, is served first: the manager keeps room for it alone, and
-  while it waits for space nobody else gets any. If it waits, younger ones make room.
-* Running requests come next, in order of arrival; each decode has its token reserved out of the
-  budget, the oldest prefill gets at least one token.
-* A running request that finds no space does what the manager says: preempts the youngest one that
-  is younger than itself, waits with its pages (older ones can take them), or starts again.
-* While a running request is blocked, nothing younger allocates and nothing is admitted.
-* A waiting request is admitted in order of arrival. It is passed over only while it would compute
+* Running requests come first, by rank; each decode has its token reserved out of the budget, the
+  first prefill gets at least one token.
+* A running request that finds no space has those that rank behind it preempted, the last first,
+  waits with its pages, or starts again.
+* A waiting request that is the first of all and the oldest, or of a higher priority than running
+  ones that rank behind it, comes before the running ones: they make room for it.
+* The oldest request, running or not, is not preempted for another one, whatever its rank: the
+  manager keeps room for it alone, and while it waits for space nobody else gets any. Whenever
+  somebody is blocked, it alone still goes on, and everybody makes room for it. So the oldest always
+  ends, or the first of all does; each of them is some time both.
+* While a running request is blocked, nothing else allocates and nothing is admitted.
+* A waiting request is admitted by rank. It is passed over only while it would compute
   what a request in this step or a load is about to give it, or while a tier does not know yet.
 * A step does a bounded number of lookups. One that waits for a load is not looked up, and holds
   nothing in the tier, until that load has ended; where the others are too many, the next step goes
@@ -18,6 +27,7 @@ Rules, each with the reason that keeps the engine from standing still:
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -26,36 +36,45 @@ from kvcache.connectors.driver import Offload
 from kvcache.core.errors import ConfigError
 from kvcache.core.manager import Manager
 from kvcache.core.records import Grant, Hit
+from kvcache.engine.costs import Costs, Loads, hit_bytes
 from kvcache.engine.forecast import common_tokens, has_room
-from kvcache.engine.queues import Queues, age
+from kvcache.engine.queues import rank
 from kvcache.engine.request import Request, Status
+from kvcache.engine.room import Room
 
 MAX_LOOKUPS = 64
 """In one step; more waiting requests have their turn in the next one."""
 
+FIRST = (-math.inf, 0)
+"""Before every rank."""
+
 
 class Work(NamedTuple):
-    """Tokens [start, end) of a request are computed in this step; already committed."""
+    """Tokens [start, end) of a request are computed in this step; committed, if none is a draft."""
 
     request: Request
     start: int
     end: int
+    drafts: int = 0
+    """The last so many are guessed: the caller commits those that are right."""
 
 
 def _decodes(running: Sequence[Request]) -> int:
     return sum(request.remaining == 1 for request in running)
 
 
-class Scheduler(Queues):
+class Scheduler(Room):
     """Decides who gets pages and budget. Computes nothing.
 
     Args:
         manager: pages and keys; only this scheduler allocates from it.
         offload: the tier below, or None.
+        costs: says what to load of it.
         move_pages: does the copies that the manager asks for; called before a load is submitted.
             The caller does the same before it computes.
         token_budget: most tokens of one step, all requests together.
         max_requests: most requests that run or load at one time.
+        draft_tokens: most guesses of a decoding request in one step.
     """
 
     def __init__(
@@ -63,9 +82,11 @@ class Scheduler(Queues):
         manager: Manager,
         offload: Offload | None,
         *,
+        costs: Costs,
         move_pages: Callable[[], None],
         token_budget: int,
         max_requests: int,
+        draft_tokens: int = 0,
     ) -> None:
         if max_requests < 1:
             raise ConfigError(f"max_requests is {max_requests}: it must be above 0")
@@ -74,60 +95,106 @@ class Scheduler(Queues):
                 f"token_budget is {token_budget}: below max_requests ({max_requests}), one prefill"
                 " could wait for ever behind the decodes; raise it or lower max_requests"
             )
-        super().__init__(manager, offload)
+        super().__init__(manager, offload, costs, draft_tokens=draft_tokens)
         self._move_pages = move_pages
         self._budget = token_budget
         self._max_requests = max_requests
-        self._grid = manager.geometry.grid_tokens
-        self._resume_at = 0
-        """Rank of arrival with which the next admission begins."""
+        self._resume_at = FIRST
+        """Rank with which the next admission begins."""
 
     # ---- one step ------------------------------------------------------------------------------
 
     def schedule(self) -> list[Work]:
         """Work for the step that is open in the manager: allocated and committed."""
         batch: list[Work] = []
-        budget = self._budget
         running = list(self.running)
-        if self.waiting and running and self._is_oldest(self.waiting[0]):
-            budget -= self._serve_oldest(batch, max(1, budget - _decodes(running)))
-            running = [r for r in running if r.status is Status.RUNNING]
+        budget = self._budget - self._push_in_urgent(batch)
         prefilling = bool(batch)
         decodes = _decodes(running)
         for request in running:
             if request.status is not Status.RUNNING:
-                continue  # it made room for an older one
+                continue  # it made room for another one
             decode = request.remaining == 1
             decodes -= decode
-            end = self._chunk_end(request, request.computed, budget - decodes, share=prefilling)
-            if end == request.computed:
-                continue
-            grant = self._grant(request, request.computed, end) or self._make_room(request, end)
-            if grant is None:
+            used = self._go_on(request, batch, budget - decodes, share=prefilling)
+            if used is None:
+                if request is not self.oldest:
+                    self._only_oldest(batch, budget)
                 return batch
-            budget -= self._commit(batch, request, grant)
-            prefilling |= not decode
+            budget -= used
+            prefilling |= used > 0 and not decode
         self._admit(batch, budget, prefilling=prefilling)
+        if not batch and self._manager.stats().frozen:
+            self._only_oldest(batch, budget)
         return batch
 
-    def _serve_oldest(self, batch: list[Work], budget: int) -> int:
-        """The oldest request waits, and younger ones run: it goes first. Returns its tokens.
+    def _go_on(
+        self, request: Request, batch: list[Work], budget: int, *, share: bool
+    ) -> int | None:
+        """The next chunk of a running request. Returns its tokens; None where it is blocked."""
+        end = self._chunk_end(request, request.computed, budget, share=share)
+        if end == request.computed:
+            return 0
+        if request.guess >= 0 and request.remaining == 1:
+            grant = self._grant_drafts(request, budget)
+            if grant is not None:
+                batch.append(Work(request, grant.start, grant.end, grant.end - grant.start - 1))
+                return grant.end - grant.start
+        if self._offload is not None and request is self.oldest:
+            self._make_room_early(request, end)
+        grant = self._grant(request, request.computed, end) or self._make_room(request, end)
+        return None if grant is None else self._commit(batch, request, grant)
 
-        Nothing is in the batch yet, so that the pages of those who make room come free at once.
-        After each it is looked up again: they may have left what it can use.
+    # ---- who goes before others ------------------------------------------------------------------
+
+    def _push_in_urgent(self, batch: list[Work]) -> int:
+        """Start waiting requests that others have to make room for; returns the tokens used.
+
+        Nothing else is in the batch yet, so that the pages of those who make room come free at once.
         """
-        request = self.waiting[0]
+        used = 0
+        for request in list(self.waiting):
+            spent = used > 0 and self._budget - used <= _decodes(self.running)
+            if spent or not self.running or request.status is not Status.WAITING:
+                break
+            first = request is self.oldest and request.rank < self.running[0].rank
+            if self._victim(request, anybody=first) is None:
+                break
+            started = self._push_in(request, batch, self._budget - used, anybody=first)
+            if not started:
+                break
+            used += started
+        return used
+
+    def _push_in(
+        self, request: Request, batch: list[Work], budget: int, *, anybody: bool
+    ) -> int | None:
+        """Start a waiting request; where there is no space, others make room, one by one.
+
+        After each it is looked up again: they may have left what it can use. As `_start`.
+        """
         if request.awaits is not None:
             return 0
         self._forget_refusal()
-        while (used := self._start(request, batch, budget, share=False)) is None:
-            if not self._is_refused(request) or not self.running:
-                return 0
-            at_limit = len(self.running) + len(self.loading) >= self._max_requests
-            if not at_limit and self._manager.blockage(request.id) != "preempt":
-                return 0
-            self.preempt(self.running[-1])
+        room = max(1, budget - _decodes(self.running))
+        while (used := self._start(request, batch, room, share=bool(batch))) is None:
+            victim = self._victim(request, anybody=anybody)
+            if victim is None or not self._is_refused(request):
+                return None
+            if request is not self.oldest and self._manager.stats().frozen:
+                return None
+            self.preempt(victim)
         return used
+
+    def _only_oldest(self, batch: list[Work], budget: int) -> None:
+        """Somebody is blocked: of the others only the oldest gets on, so that the block ends."""
+        request = self.oldest
+        if request is None or request.in_step or budget < 1:
+            return
+        if request.status is Status.WAITING:
+            self._push_in(request, batch, budget, anybody=True)
+        elif request.status is Status.RUNNING:
+            self._go_on(request, batch, budget, share=False)
 
     def _commit(self, batch: list[Work], request: Request, grant: Grant) -> int:
         self._manager.commit(request.id, grant.end)
@@ -149,43 +216,17 @@ class Scheduler(Queues):
             return floored
         return start if share else max(start, end)
 
-    def _grant(self, request: Request, start: int, end: int) -> Grant | None:
-        """Pages for [start, end), or for a shorter chunk where the arena has no more now."""
-        while True:
-            grant = self._manager.allocate(request.id, end - start)
-            if grant is not None or self._manager.blockage(request.id) == "frozen":
-                return grant
-            shorter = (start + (end - start) // 2) // self._grid * self._grid
-            if shorter <= start:
-                shorter = (start // self._grid + 1) * self._grid
-            if shorter >= end:
-                return None
-            end = shorter
-
-    def _make_room(self, request: Request, end: int) -> Grant | None:
-        """Preempt younger requests, youngest first, until the chunk fits; or the request itself."""
-        while (why := self._manager.blockage(request.id)) == "preempt":
-            if self.running[-1] is request:
-                return None  # who is younger loads: that ends
-            self.preempt(self.running[-1])
-            grant = self._grant(request, request.computed, end)
-            if grant is not None:
-                return grant
-        if why == "restart":
-            self.preempt(request)
-        return None
-
     # ---- admission -----------------------------------------------------------------------------
 
     def _admit(self, batch: list[Work], budget: int, *, prefilling: bool) -> None:
         lookups = 0
         for request in self._candidates():
-            if request.awaits is not None:
+            if request.awaits is not None or request.status is not Status.WAITING:
                 continue
             if self._is_blocked(request, budget):
                 return
             if lookups == MAX_LOOKUPS:
-                self._resume_at = request.order
+                self._resume_at = request.rank
                 return
             lookups += 1
             used = self._start(request, batch, budget, share=prefilling)
@@ -216,9 +257,11 @@ class Scheduler(Queues):
 
     def _begin(self, request: Request, hit: Hit, grant: Grant, batch: list[Work]) -> int:
         """It has its pages: it runs, or waits for a load. Returns the tokens that it computes."""
-        self.waiting.remove(request)
         if grant.load:
             self._move_pages()
+            if request.status is Status.DONE:
+                return 0  # aborted from inside the runner
+        self.waiting.remove(request)
         if self._offload is not None and not self._offload.start_load(request.id, grant):
             self._wait_again(request)  # the tier's queue is full
         elif grant.load:
@@ -229,9 +272,9 @@ class Scheduler(Queues):
         return 0
 
     def _candidates(self) -> list[Request]:
-        """Who waits, oldest first; after a step with too many, beginning where it stopped."""
-        first = bisect_left(self.waiting, self._resume_at, key=age)
-        self._resume_at = 0
+        """Who waits, by rank; after a step with too many, beginning where it stopped."""
+        first = bisect_left(self.waiting, self._resume_at, key=rank)
+        self._resume_at = FIRST
         return self.waiting[first:] + self.waiting[:first]
 
     def _is_blocked(self, request: Request, budget: int) -> bool:
@@ -244,7 +287,7 @@ class Scheduler(Queues):
 
     def _first_grant(self, request: Request, hit: Hit, end: int) -> Grant | None:
         """None: there is no space for it; it is not asked again before some comes free."""
-        oldest, admitted = self._is_oldest(request), [*self.running, *self.loading.values()]
+        oldest, admitted = request is self.oldest, [*self.running, *self.loading.values()]
         if len(admitted) < self._max_requests and (
             oldest or has_room(self._manager, request, hit, admitted)
         ):
@@ -255,9 +298,31 @@ class Scheduler(Queues):
         return None
 
     def _lookup(self, request: Request) -> Hit | None:
-        if self._offload is None:
+        request.instead = None
+        if self._offload is None or self.costs.loads is Loads.NEVER:
             return self._manager.lookup(request.id)
-        return self._offload.lookup(request.id)
+        hit = self._offload.lookup(request.id)
+        if hit is None or hit.hit_tokens == hit.device_tokens:
+            return hit
+        return self._worth_loading(request, hit)
+
+    def _worth_loading(self, request: Request, hit: Hit) -> Hit | None:
+        """The hit, or what the device has of it, where computing the rest is cheaper.
+
+        Then the tier holds nothing for the request any more.
+        """
+        assert self._offload is not None
+        geometry, costs, waiting = self._manager.geometry, self.costs, self._offload.loading_bytes
+        begin, end = hit.device_tokens, hit.hit_tokens
+        if costs.load_pays(waiting + hit_bytes(geometry, begin, end), begin, end):
+            return hit
+        alone = self._manager.lookup(request.id)
+        there = max(alone.hit_tokens, alone.junction)  # full groups may reach farther than states
+        if there > begin and costs.load_pays(waiting + hit_bytes(geometry, there, end), begin, end):
+            return self._offload.lookup(request.id)
+        request.instead = (alone.hit_tokens, end)
+        self._offload.release(request.id)
+        return alone
 
     def _comes_by_itself(self, request: Request, hit: Hit, batch: list[Work]) -> bool:
         """Whether a load in flight or this step brings more of the prompt than is there now.
@@ -274,5 +339,13 @@ class Scheduler(Queues):
                 request.awaits = other
                 if self._offload is not None:
                     self._offload.release(request.id)
+                return True
+        for other in self.running:  # those whose turn in this step is still to come
+            if (
+                request is not self.oldest  # it waits for nobody who may be waiting for it
+                and other.remaining > 1
+                and not other.in_step
+                and common_tokens(self._manager, request, other, other.known) > most
+            ):
                 return True
         return hit.pending_tokens > hit.hit_tokens and bool(batch or self.loading)

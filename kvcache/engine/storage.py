@@ -18,6 +18,9 @@ Elements are as wide as the group says: K and V in one format, states in float32
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 from collections.abc import Iterable
 
 import numpy as np
@@ -101,6 +104,25 @@ class PagedStorage:
         """Clear whole pages."""
         for page in pages:
             self.raw[group][page].zero_()
+
+    def release(self) -> None:
+        """Give the memory back to the system. It stays where it is, and is zero when it is used again.
+
+        What shares a system page with something else is zeroed in place.
+        """
+        if self.arena.device.type != "cpu":
+            self.arena.zero_()
+            return
+        first = self.arena.data_ptr()
+        begin = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = max(begin, (first + self.arena.numel()) // mmap.PAGESIZE * mmap.PAGESIZE)
+        self.arena[: begin - first].zero_()
+        self.arena[end - first :].zero_()
+        libc = ctypes.CDLL(None, use_errno=True)
+        span = (ctypes.c_void_p(begin), ctypes.c_size_t(end - begin))
+        if libc.madvise(*span, ctypes.c_int(mmap.MADV_DONTNEED)):
+            number = ctypes.get_errno()
+            raise OSError(number, f"madvise of the arena: {os.strerror(number)}")
 
     def move(self, moves: NDArray[np.void]) -> None:
         """Copy pages within the arena, one after the other: `[n]` of `MOVE_DTYPE`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,13 +15,17 @@ from kvcache import (
     Manager,
     Sparse,
 )
+from kvcache.connectors.base import Connector
 from kvcache.connectors.cpu import CpuConnector, native_copy
 from kvcache.connectors.driver import Offload
+from kvcache.core.hashing import Fingerprint
+from kvcache.core.layout import Geometry
 from kvcache.core.retain import RetentionPolicy
 from kvcache.engine.engine import Engine, EngineSettings
 from kvcache.engine.request import Result
 
 DRAIN_SECONDS = 20.0
+FINGERPRINT = Fingerprint(model="stamps")
 
 
 class Rig(NamedTuple):
@@ -49,25 +54,41 @@ def rig(
     *blocks: int,
     states: int = 0,
     window: int = 0,
+    drafts: int = 0,
     movable: bool = True,
     retention: RetentionPolicy | None = None,
     tier_pages: Sequence[int] | None = None,
     tier: dict[str, Any] | None = None,
     runner_type: type[StampRunner] = StampRunner,
+    clock: Callable[[], float] = time.perf_counter,
+    connector: Callable[[Geometry], Connector] | None = None,
     **limits: Any,
 ) -> Iterator[Rig]:
-    """`pages`: the arena has room for so many of each group; or a number of slabs."""
-    geometry = stamp_geometry(*(blocks or (16,)), states=states, window=window)
+    """`pages`: the arena has room for so many of each group; or a number of slabs.
+
+    `connector` makes the tier, in place of one in host memory.
+    """
+    geometry = stamp_geometry(*(blocks or (16,)), states=states, window=window, drafts=drafts)
     slabs = pages if isinstance(pages, int) else slabs_for(geometry, pages)
-    manager = Manager(geometry, slabs=slabs, retention=retention or Sparse(), movable=movable)
+    manager = Manager(
+        geometry,
+        slabs=slabs,
+        retention=retention or Sparse(),
+        fingerprint=FINGERPRINT,
+        movable=movable,
+    )
     runner = runner_type(geometry, slabs)
     offload = None
-    if tier_pages is not None:
-        connector = CpuConnector(geometry, pages=tier_pages, **(tier or {}))
-        offload = Offload(manager, connector, runner.regions())
-    settings = EngineSettings(**({"token_budget": 64, "max_requests": 4, "debug": True} | limits))
+    if connector is not None:
+        offload = Offload(manager, connector(geometry), runner.regions())
+    elif tier_pages is not None:
+        cpu = CpuConnector(geometry, pages=tier_pages, **(tier or {}))
+        offload = Offload(manager, cpu, runner.regions())
+    defaults = {"token_budget": 64, "max_requests": 4, "debug": True, "loads": "always"}
+    settings = EngineSettings(**(defaults | limits))
     try:
-        yield Rig(Engine(runner, manager, offload, settings=settings), manager, runner, offload)
+        engine = Engine(runner, manager, offload, settings=settings, clock=clock)
+        yield Rig(engine, manager, runner, offload)
     finally:
         if offload is not None:
             offload.close()

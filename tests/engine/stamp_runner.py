@@ -49,8 +49,11 @@ STATE_BYTES = 768
 """Two pages of 16 tokens: slabs change hands between groups."""
 
 
-def stamp_geometry(*blocks: int, states: int = 0, window: int = 0) -> Geometry:
-    """Attention groups of the given block sizes, a window if any, then `states` recurrent ones."""
+def stamp_geometry(*blocks: int, states: int = 0, window: int = 0, drafts: int = 0) -> Geometry:
+    """Attention groups of the given block sizes, a window if any, then `states` recurrent ones.
+
+    `drafts`: so many guessed tokens at a time, and a draft group behind the others.
+    """
     attention = [
         FullAttention(
             name=f"attention{i}", layers=1, kv_heads=1, head_dim=3, block_tokens=b, element_bytes=4
@@ -65,10 +68,19 @@ def stamp_geometry(*blocks: int, states: int = 0, window: int = 0) -> Geometry:
         for w in ([window] if window else [])
     ]  # fmt: skip
     recurrent = [
-        RecurrentState(name=f"state{i}", layers=1, state_bytes_per_layer=STATE_BYTES)
+        RecurrentState(
+            name=f"state{i}", layers=1, state_bytes_per_layer=STATE_BYTES, speculative_tokens=drafts
+        )
         for i in range(states)
     ]
-    return Geometry((*attention, *windows, *recurrent))
+    draft = [
+        FullAttention(
+            name="draft", layers=1, kv_heads=1, head_dim=3, block_tokens=min(blocks),
+            element_bytes=4, lookahead_tokens=1,
+        )
+        for _ in range(drafts > 0)
+    ]  # fmt: skip
+    return Geometry((*attention, *windows, *recurrent, *draft))
 
 
 def slabs_for(geometry: Geometry, pages: Sequence[int]) -> int:
@@ -131,6 +143,8 @@ class StampRunner:
             return SEED
         seen: set[int] = set()
         for g, rules in enumerate(self.geometry.rules):
+            if rules.lookahead_tokens:
+                continue
             if rules.kind != "state":
                 seen.update(self._read_attention(g, chunk))
             else:
@@ -167,7 +181,7 @@ class StampRunner:
             position = chunk.start + offset
             value = extend_hash(value, token)
             for g, (rules, table) in enumerate(zip(self.geometry.rules, chunk.tables, strict=True)):
-                if rules.kind != "state" and table is not None:
+                if rules.kind != "state" and table is not None and not rules.lookahead_tokens:
                     page, slot = (
                         int(table[position // rules.block_tokens]),
                         position % (rules.block_tokens),

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import numpy as np
 import pytest
 from engine.rig import DRAIN_SECONDS, Failing, Rig, rig, tokens
+from engine.stamp_guesser import DRAFT_TOKENS, StampGuesser
 from engine.stamp_runner import VOCAB, expected_output, stamp_geometry
+from numpy.typing import NDArray
 
 from kvcache import (
     Dense,
@@ -13,14 +17,37 @@ from kvcache import (
     Sparse,
 )
 from kvcache.core.retain import RetentionPolicy
+from kvcache.engine.chunk import Chunk, Guesses
 from kvcache.engine.request import Event, Reason, Token
 
 
-class Play:
-    """Random opens, aborts, preempts and steps, with every token checked as it comes."""
+class Sleeper(StampGuesser):
+    """It can sleep: after that its pages hold what no stamp is. And things happen while it works."""
 
-    def __init__(self, r: Rig, rng: random.Random) -> None:
-        self.r, self.rng = r, rng
+    inside: Callable[[], None] | None = None
+
+    def move_pages(self, moves: NDArray[np.void]) -> None:
+        super().move_pages(moves)
+        if self.inside is not None:
+            self.inside()
+
+    def run_guessing(self, chunks: Sequence[Chunk]) -> list[Guesses]:
+        if self.inside is not None:
+            self.inside()
+        return super().run_guessing(chunks)
+
+    def release_memory(self) -> None:
+        self.arena[:] = 2**64 - 1
+
+
+class Play:
+    """Random opens, aborts, preempts and steps, with every token checked as it comes.
+
+    `spread`: priorities from 0 to it.
+    """
+
+    def __init__(self, r: Rig, rng: random.Random, spread: int = 0) -> None:
+        self.r, self.rng, self.spread = r, rng, spread
         self.shared = [tokens(90, -i) for i in range(1, 5)]
         self.wanted: dict[int, list[int]] = {}
         self.got: dict[int, list[int]] = {}
@@ -43,7 +70,9 @@ class Play:
             prompt = rng.choice(self.shared)[: rng.randrange(1, 90)]
             prompt = [*prompt, *(rng.randrange(VOCAB) for _ in range(rng.randrange(10)))]
             count = rng.randrange(1, 12)
-            request = engine.add_request(prompt, max_new_tokens=count)
+            request = engine.add_request(
+                prompt, max_new_tokens=count, priority=rng.randint(0, self.spread)
+            )
             self.wanted[request] = expected_output(prompt, count)
             self.got[request] = []
             self.opened += 1
@@ -53,6 +82,13 @@ class Play:
                 (engine.preempt if dice < 0.25 else engine.abort)(request)
         else:
             self.take(engine.step())
+
+    def end_one(self) -> None:
+        """Now and then, from inside the runner: abort or preempt any request."""
+        if self.rng.random() < 0.03 and self.wanted:
+            engine, request = self.r.engine, self.rng.choice(list(self.wanted))
+            with suppress(HandleError):
+                (engine.preempt if self.rng.random() < 0.5 else engine.abort)(request)
 
 
 LONGEST_TOKENS = 90 + 10 + 12
@@ -156,3 +192,49 @@ def test_whatever_fits_alone_ends_in_the_smallest_arena(
         classes = len(geometry.pages_per_slab)
         assert (r.runner.moved_pages > 0) == (movable and classes > 1)
         assert r.held == 0
+
+
+@pytest.mark.parametrize(
+    ("blocks", "states", "window", "tier"),
+    [((16,), 0, 0, None), ((8,), 1, 0, 4), ((4, 8), 1, 20, 4)],
+)
+def test_priorities_guesses_sleep_and_new_weights_leak_nothing_and_change_no_token(
+    blocks: tuple[int, ...], states: int, window: int, tier: int | None
+) -> None:
+    """Wrong guesses are in no page that anybody reads; `reload` gives the weights another epoch."""
+    rng = random.Random(len(blocks) + states)
+    geometry = stamp_geometry(*blocks, states=states, window=window, drafts=DRAFT_TOKENS)
+    with rig(
+        geometry.slabs_needed(LONGEST_TOKENS) + 8,
+        *blocks,
+        states=states,
+        window=window,
+        drafts=DRAFT_TOKENS,
+        tier_pages=None if tier is None else [20 * tier] * len(geometry.groups),
+        token_budget=40,
+        runner_type=Sleeper,
+        debug=False,
+        stall_seconds=30.0,
+    ) as r:
+        play, epoch = Play(r, rng, spread=3), 0
+        assert isinstance(r.runner, Sleeper)
+        r.runner.inside = play.end_one
+        for step in range(1200):
+            play.act()
+            if step % 150 == 140:
+                assert r.engine.sleep(DRAIN_SECONDS)
+                r.engine.wake()
+            if step % 400 == 399:
+                epoch += 1
+                r.engine.reload(epoch, lambda: None)
+            if step % 37 == 0:
+                r.manager.check()
+        play.take(list(r.engine.stream()))
+        assert not play.wanted
+        assert set(play.reasons) == {Reason.LENGTH, Reason.ABORT}
+        counters = r.engine.counters
+        assert counters.preemptions > 0
+        assert 0 < counters.accepted_tokens < counters.proposed_tokens
+        assert (counters.restored_tokens > 0) == (tier is not None)
+        assert r.held == 0
+        assert r.manager.stats()[:4] == (0, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""All faults, a file for each room: keys, memory, explanations, Python, engine, tiers, host, copies."""
+"""All faults, a file for each room."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from mutate.mutants_host import HOST
 from mutate.mutants_keys import KEYS
 from mutate.mutants_memory import MEMORY
 from mutate.mutants_python import PYTHON
+from mutate.mutants_scheduler import SCHEDULER
+from mutate.mutants_simulated import SIMULATED
 from mutate.mutants_tiers import TIERS
 
-MUTANTS = [*KEYS, *MEMORY, *EXPLAIN, *PYTHON, *ENGINE, *TIERS, *HOST, *COPY]
+MUTANTS = [
+    *KEYS,
+    *MEMORY,
+    *EXPLAIN,
+    *PYTHON,
+    *ENGINE,
+    *SCHEDULER,
+    *SIMULATED,
+    *TIERS,
+    *HOST,
+    *COPY,
+]
