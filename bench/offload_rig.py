@@ -77,7 +77,7 @@ class Rig:
         self._offload = Offload(self._manager, connector, [region])
 
     def _connector(self, tier: str, folder: Path, name: Fingerprint) -> Connector:
-        geometry, pages = self._geometry, self._pages + 1
+        geometry, pages = self._geometry, self._pages
         if tier == "host":
             return CpuConnector(geometry, pages=[pages])
         disk = DiskConnector(geometry, folder=folder, fingerprint=name, pages=[2 * pages])

@@ -52,14 +52,14 @@ class PlainCopies:
         return seconds
 
     def _write(self, file: int) -> None:
-        view, done = memoryview(self._source).cast("B"), 0
+        view, done = self._source.data, 0
         while done < len(view):
             done += os.write(file, view[done:])
         os.fdatasync(file)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _read(self, file: int) -> None:
-        view, done = memoryview(self._target).cast("B"), 0
+        view, done = self._target.data, 0
         while done < len(view):
             got = os.readv(file, [view[done:]])
             if not got:

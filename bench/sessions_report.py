@@ -130,7 +130,8 @@ def compare(
 
     The reference's gap at a first difference is computed anew, from its own tokens up to there.
     """
-    ties, differences = [], []
+    ties: list[dict[str, Any]] = []
+    differences: list[dict[str, Any]] = []
     for number, turns in enumerate(zip(reference.rounds, other.rounds, strict=True)):
         for wanted, given in zip(*turns, strict=True):
             pairs = zip(wanted.output, given.output, strict=True)

@@ -137,7 +137,9 @@ class Chat:
             stop_ids=sorted(self._stop_ids),
             boundaries=[self._shared] if 0 < self._shared < len(prompt) else (),
         )
-        decoder, output, pieces = StreamDecoder(self._tokenizer), [], []
+        decoder = StreamDecoder(self._tokenizer)
+        output: list[int] = []
+        pieces: list[str] = []
         aborted = False
         while self._engine.busy:
             for event in self._engine.step():
