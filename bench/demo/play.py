@@ -119,6 +119,7 @@ class Player:
             seed=settings.seed,
         )
         self._offload: Offload | None = None
+        self._host: Connector | None = None
         self.played = Played(mode, slabs * geometry.slab_bytes, 0)
         if pages is not None:
             tier = self._tier(mode, kit, pages, folder)
@@ -132,19 +133,18 @@ class Player:
 
     def _tier(self, mode: str, kit: Kit, pages: list[int], folder: Path) -> Connector:
         geometry = kit.model.geometry
-        disk = DiskConnector(
-            geometry, folder=folder, fingerprint=kit.model.fingerprint(), pages=pages
-        )
-        self.played.disk_bytes = disk.scheduler.stats().used_bytes
-        if mode == RESTARTED:
-            return disk
         try:
-            host = CpuConnector(geometry, pages=pages)
+            self._host = None if mode == RESTARTED else CpuConnector(geometry, pages=pages)
+            disk = DiskConnector(
+                geometry, folder=folder, fingerprint=kit.model.fingerprint(), pages=pages
+            )
         except ConfigError as error:
-            disk.worker.close()
             raise ConfigError(f"--host-tokens or --sessions is too large: {error}") from error
+        self.played.disk_bytes = disk.scheduler.stats().used_bytes
+        if self._host is None:
+            return disk
         self.played.host_bytes = geometry.pool_bytes(pages)
-        return ChainConnector(host, disk)
+        return ChainConnector(self._host, disk)
 
     def play(self, prompt: NDArray[np.int32], session: int, number: int, shared: int) -> Turn:
         """`ask`, and it counts among the turns that were played."""
@@ -175,10 +175,10 @@ class Player:
 
     def _settle(self) -> None:
         """Store what the last request left."""
-        if self._offload is not None:
-            if not self._offload.drain(DRAIN_SECONDS):
-                raise ConfigError(f"the disk did not take its pages in {DRAIN_SECONDS:g} s")
-            self.played.host_used_bytes = self._offload.stats().used_bytes
+        if self._offload is not None and not self._offload.drain(DRAIN_SECONDS):
+            raise ConfigError(f"the disk did not take its pages in {DRAIN_SECONDS:g} s")
+        if self._host is not None:
+            self.played.host_used_bytes = self._host.scheduler.stats().used_bytes
 
     def close(self) -> None:
         """End transfers, free the host pool. The disk keeps what it has."""
