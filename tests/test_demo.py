@@ -190,22 +190,25 @@ def test_nothing_is_written_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--quick", "--sessions", "1", "--turns", "1"]) == 0
-    assert "figures of every turn" not in capsys.readouterr().out
+    args = ["--quick", "--sessions", "1", "--turns", "1", "--no-restart"]
+    assert main(["demo", *args]) == 0
+    out = capsys.readouterr().out
+    assert "figures of every turn" not in out
+    assert "After a restart" not in out
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_is_said_and_exit_2_after_the_result(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    args = ["--quick", "--sessions", "1", "--turns", "1", "--output", "/dev/full"]
+    args = ["--quick", "--sessions", "1", "--turns", "1", "--no-restart", "--output", "/dev/full"]
     assert main(["demo", *args]) == 2
     out, err = capsys.readouterr()
     assert "/dev/full: No space left on device" in err
     assert "identical" in out
     assert "figures of every turn" not in out
     assert main(["demo", *args, "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["modes"]
+    assert json.loads(capsys.readouterr().out)["restart"] is None
 
 
 def test_no_memory_is_one_line_and_exit_1(
@@ -266,7 +269,7 @@ def test_outputs_that_differ_end_with_exit_1(
 
     monkeypatch.setattr(Player, "ask", tampered)
     path = tmp_path / "demo.json"
-    args = ["--quick", "--sessions", "1", "--turns", "1", "--output", str(path)]
+    args = ["--quick", "--sessions", "1", "--turns", "1", "--no-restart", "--output", str(path)]
     assert main(["demo", *args]) == 1
     assert "1 DIFFER" in capsys.readouterr().out
     assert json.loads(path.read_text())["outputs"][1]["differences"]
@@ -325,6 +328,8 @@ def test_a_killed_demo_leaves_nothing_behind(tmp_path: Path) -> None:
     assert left_folder.name.startswith(PREFIX)
     left = set(shared.iterdir()) - before if shared.is_dir() else set()
     assert not [p for p in left if "kvcache" in p.name]
-    again = subprocess.run([*command, "--quick"], cwd=tmp_path, capture_output=True, check=True)
+    again = subprocess.run(
+        [*command, "--quick", "--no-restart"], cwd=tmp_path, capture_output=True, check=True
+    )
     assert b"identical" in again.stdout
     assert list(tmp_path.iterdir()) == []

@@ -201,8 +201,10 @@ def play_turns(
     *,
     begins: Callable[[str], None],
     ended: Callable[[Sequence[Turn]], None],
-) -> tuple[list[Played], Restart]:
+) -> tuple[list[Played], Restart | None]:
     """All turns of all sessions, round by round, in every mode; then one more after the restart.
+
+    None: there was none.
 
     Args:
         folder: of the disk; new.
@@ -223,20 +225,19 @@ def play_turns(
                     turns.append(player.play(histories[session], session, number, shared))
                 _hear_answer(histories, session, turns[0])
                 ended(turns)
-        recompute, offload, _ = players
-        offload.close()
-        begins("a new process opens the disk")
-        with SecondProcess(settings, kit, folder) as second:
-            recomputed: list[Turn] = []
-            for session in range(settings.sessions):
-                shared = _say_more(histories, session, settings.turns, script)
-                begins(
-                    f"turn {settings.turns + 1} session {session + 1}: recompute, then restarted"
-                )
-                asked = histories[session], session, settings.turns, shared
-                recomputed.append(recompute.ask(*asked))
-                ended([recomputed[-1], second.ask(*asked)])
-            restart = second.end(recomputed)
+        restart = None
+        if settings.restart:
+            players[1].close()
+            begins("a new process opens the disk")
+            with SecondProcess(settings, kit, folder) as second:
+                recomputed: list[Turn] = []
+                for session in range(settings.sessions):
+                    shared = _say_more(histories, session, settings.turns, script)
+                    begins(f"turn {settings.turns + 1} session {session + 1}: both")
+                    asked = histories[session], session, settings.turns, shared
+                    recomputed.append(players[0].ask(*asked))
+                    ended([recomputed[-1], second.ask(*asked)])
+                restart = second.end(recomputed)
     return [player.played for player in players], restart
 
 

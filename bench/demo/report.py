@@ -105,7 +105,7 @@ def _restart(restart: Restart, kit: Kit) -> dict[str, Any]:
 
 
 def record(
-    settings: DemoSettings, kit: Kit, modes: Sequence[Played], restart: Restart
+    settings: DemoSettings, kit: Kit, modes: Sequence[Played], restart: Restart | None
 ) -> dict[str, Any]:
     """Everything, as it goes into the file of `--output`."""
     by_mode = {p.mode: p for p in modes}
@@ -129,10 +129,10 @@ def record(
         "restored_over_recomputed": _gains(by_mode["recompute"].turns, by_mode["offload"].turns),
         "outputs": [
             *(compare(mode.mode, modes[0].turns, mode.turns) for mode in modes),
-            compare(RESTARTED, restart.recomputed, restart.restarted),
+            *([compare(RESTARTED, restart.recomputed, restart.restarted)] if restart else []),
         ],
         "modes": {p.mode: summarize(p) | {"turns": _turn_rows(p.turns, kit)} for p in modes},
-        "restart": _restart(restart, kit),
+        "restart": _restart(restart, kit) if restart else None,
     }
 
 

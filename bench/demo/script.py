@@ -35,6 +35,8 @@ class DemoSettings:
     sessions: int = 3
     turns: int = 2
     """Of each session; after the restart it has one more."""
+    restart: bool = True
+    """Whether a second process goes on at the end."""
     prompt_tokens: int = 1024
     """Of a session's first turn."""
     new_tokens: int = 32

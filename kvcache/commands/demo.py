@@ -75,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the figures of every turn to a JSON file (default: to none)",
     )
     parser.add_argument(
+        "--restart",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="go on in a second process at the end (yes)",
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="a few seconds on the tiny model, to see that it works"
     )
 
@@ -90,7 +96,9 @@ def run(args: argparse.Namespace) -> int:
     from kvcache.bench.folder import temporary_folder  # noqa: PLC0415
 
     given = {name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None}
-    settings = demo.DemoSettings(seed=args.seed, **((QUICK if args.quick else {}) | given))
+    settings = demo.DemoSettings(
+        seed=args.seed, restart=args.restart, **((QUICK if args.quick else {}) | given)
+    )
     files = args.files or demo.own_texts()
     model = find_model_file()
     if args.output is not None:
@@ -208,14 +216,19 @@ def render(result: dict[str, Any]) -> str:
             f" {gain['median']:.1f} times sooner restored than recomputed"
             f" (least of {gain['turns']} turns: {gain['least']:.1f})."
         )
-    lines.append(
+    if restart is not None:
+        lines.append(_restarted(restart, same["restarted"]))
+    return "\n".join(lines)
+
+
+def _restarted(restart: dict[str, Any], comparison: dict[str, Any]) -> str:
+    return (
         f"\nAfter a restart: process {restart['process']} found {restart['disk_bytes'] / MIB:.1f} MiB"
         f" of pages that process {restart['first_process']} had left on disk; of {restart['prompt_tokens']:,} prompt tokens it restored"
         f" {restart['restored_tokens']:,} and computed {restart['computed_tokens']:,}: first token"
         f" after {restart['ttft_seconds']:.3f} s ({restart['recomputed_ttft_seconds']:.3f} s"
-        f" recomputed), outputs {_verdict(same['restarted'], reference=False)}."
+        f" recomputed), outputs {_verdict(comparison, reference=False)}."
     )
-    return "\n".join(lines)
 
 
 def _span(least: int, most: int) -> str:
