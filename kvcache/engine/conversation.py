@@ -116,7 +116,7 @@ class Chat:
     ) -> Iterator[str]:
         """Pieces of the answer to a message, as they come; then `answer` says what it cost.
 
-        The conversation takes message and answer when the answer is over. `stopped` is asked after
+        The conversation takes message and answer when the answer is over. `stopped` is asked before
         each step: True ends the answer where it is.
 
         Raises:
@@ -142,6 +142,9 @@ class Chat:
         pieces: list[str] = []
         aborted = False
         while self._engine.busy:
+            if not aborted and stopped():
+                aborted = True
+                self._engine.abort(request)
             for event in self._engine.step():
                 if isinstance(event, Token):
                     first = first or time.perf_counter()
@@ -151,9 +154,6 @@ class Chat:
                         yield pieces[-1]
                 else:
                     end = event
-            if not aborted and self._engine.busy and stopped():
-                aborted = True
-                self._engine.abort(request)
         pieces.append(decoder.flush())
         if pieces[-1]:
             yield pieces[-1]
