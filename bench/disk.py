@@ -10,10 +10,8 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.bench.folder import temporary_folder
 from kvcache.bench.machine import machine
 from kvcache.connectors import disk_format
 from kvcache.connectors.disk import DEFAULT_BATCH_BYTES
@@ -94,7 +93,7 @@ def run_disk_bench(bench: DiskBench, progress: Progress) -> dict[str, Any]:
     Raises:
         ConfigError: the folder cannot be used, or a file of it cannot be written.
     """
-    with _folder(bench.folder) as folder:
+    with temporary_folder(bench.folder) as folder:
         ways = [_Way(*way) for way in itertools.product((True, False), (False, True), (1, 2))]
         if not _knows_direct(folder):
             ways = [way for way in ways if not way.direct]
@@ -117,18 +116,6 @@ def run_disk_bench(bench: DiskBench, progress: Progress) -> dict[str, Any]:
         "bytes_per_second": rates,
         "machine": machine(),
     }
-
-
-@contextmanager
-def _folder(given: str | None) -> Iterator[Path]:
-    try:
-        made = Path(tempfile.mkdtemp(prefix="kvcache-bench-", dir=given))
-    except OSError as error:
-        raise ConfigError(f"--folder {given} cannot be used ({error})") from error
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def _knows_direct(folder: Path) -> bool:

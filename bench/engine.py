@@ -1,8 +1,9 @@
-"""The paged engine against a plain dense forward of the same weights, in the same run.
+"""`kvcache bench engine`: what tiers are worth to the engine, and what paging costs it.
 
-The baseline (`kvcache.bench.dense`) takes prompts in one piece and pads decoding requests to the
-longest; the engine's runner is driven as its scheduler drives it. Both sides take turns; a ratio is
-the median over the pairs.
+*Sessions* return to a device pool too small for them: see `kvcache.bench.sessions`. *Floors*: the
+paged engine against a plain dense forward of the same weights (`kvcache.bench.dense`), which takes
+prompts in one piece and pads decoding requests to the longest; the engine's runner is driven as its
+scheduler drives it. Both sides take turns; a ratio is the median over the pairs.
 """
 
 from __future__ import annotations
@@ -10,26 +11,21 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.bench.dense import Dense
 from kvcache.bench.machine import machine
+from kvcache.bench.paged import Paged
+from kvcache.bench.sessions import SessionsBench, play_sessions
+from kvcache.bench.sessions_report import describe_sessions, sessions_report
 from kvcache.core.errors import ConfigError
-from kvcache.core.layout import Geometry
-from kvcache.core.records import StatePlan
 from kvcache.engine import smollm2, tiny
-from kvcache.engine.chunk import Chunk
-from kvcache.engine.kv_format import Rows
-from kvcache.engine.layers.recurrence import States
 from kvcache.engine.model import Model
-from kvcache.engine.runner import TorchRunner
 
 MODELS: dict[str, Callable[[], Model]] = {
     "smollm2": smollm2.load_model,
@@ -42,6 +38,20 @@ DECODE_STEPS_PER_REPEAT = 4
 MOST_THREADS = 256
 """Far beyond this, thread pools fail in ways that cannot be caught."""
 MOST_REPEATS = 1000
+OWN_SETTINGS = ("model", "part", "repeats", "tokens")
+"""Of `EngineBench` on the command line; the others are those of its sessions."""
+PARTS = ("all", "sessions", "floors")
+QUICK = {
+    "model": "tiny",
+    "tokens": 128,
+    "repeats": 2,
+    "sessions": 6,
+    "turns": 3,
+    "start_tokens": 192,
+    "turn_tokens": 32,
+    "output_tokens": 8,
+}
+"""Seconds, to see that it works."""
 
 
 def _option(name: str) -> str:
@@ -54,6 +64,9 @@ class EngineBench:
     """What to measure."""
 
     model: str = "smollm2"
+    part: str = "all"
+    """Or one alone: `sessions`, `floors`."""
+    sessions: SessionsBench = field(default_factory=SessionsBench)
     threads: int = 1
     tokens: int = 1024
     """Length of the prompt."""
@@ -65,6 +78,8 @@ class EngineBench:
     def __post_init__(self) -> None:
         if self.model not in MODELS:
             raise ConfigError(f"--model is {self.model!r}: choose from {', '.join(MODELS)}")
+        if self.part not in PARTS:
+            raise ConfigError(f"--part is {self.part!r}: choose from {', '.join(PARTS)}")
         for name in ("threads", "tokens", "budget_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_option(name)} is {getattr(self, name)}: it must be above 0")
@@ -75,106 +90,42 @@ class EngineBench:
                 )
 
 
-def hand_out(geometry: Geometry, pages: Sequence[int]) -> tuple[int, list[NDArray[np.int32]]]:
-    """For a runner without a manager: how many slabs, and the page numbers of each group in them.
-
-    `pages[g]` of group g, ascending; no two pages share a byte.
-    """
-    slabs, numbers = 0, [np.empty(0, np.int32)] * len(pages)
-    for c, pages_per_slab in enumerate(geometry.pages_per_slab):
-        page = slabs * pages_per_slab
-        for group, of in enumerate(geometry.class_of_group):
-            if of == c:
-                numbers[group] = np.arange(page, page + pages[group], dtype=np.int32)
-                page += pages[group]
-        slabs = -(-page // pages_per_slab)
-    return slabs, numbers
-
-
-class Paged:
-    """The engine's runner with pages in random order, driven as a scheduler drives it."""
-
-    def __init__(self, model: Model, requests: int, context: int, rng: np.random.Generator) -> None:
-        self.geometry = model.geometry
-        need = [
-            requests * (1 if rules.kind == "state" else -(-context // rules.block_tokens))
-            for rules in self.geometry.rules
-        ]
-        slabs, numbers = hand_out(self.geometry, need)
-        self.runner = TorchRunner(model, slabs)
-        self._pages = [rng.permutation(pages).reshape(requests, -1) for pages in numbers]
-
-    def chunk(self, request: int, tokens: NDArray[np.int32], start: int) -> Chunk:
-        """A chunk that keeps the request's state in one page, in place."""
-        end = np.array([start + len(tokens)])
-        tables, states = [], []
-        for group, rules in enumerate(self.geometry.rules):
-            pages = self._pages[group][request]
-            state = rules.kind == "state"
-            tables.append(None if state else pages)
-            source = -1 if start == 0 else int(pages[0])
-            states.append(StatePlan(source, end, pages[:1]) if state else None)
-        return Chunk(tokens, start, tables, states)
-
-    def copy(self, dense: Dense) -> None:
-        """Take over the K, V and states of the baseline."""
-        model = self.runner.model
-        caches = model.caches(self.runner.storage)
-        for cache, memory, groups in zip(caches, dense.memory, model.groups, strict=True):
-            pages = torch.from_numpy(self._pages[groups[0]]).long()
-            if isinstance(cache, Rows):
-                kv, block = torch.stack(memory), cache.pages.shape[2]
-                padded = F.pad(kv, (0, 0, 0, pages.shape[1] * block - dense.context))
-                blocks = padded.view(*padded.shape[:3], -1, block, padded.shape[4])
-                cache.write((pages,), blocks.permute(1, 3, 0, 4, 2, 5).flatten(4))
-            else:
-                assert isinstance(cache, States)
-                cache.matrix[pages[:, 0]] = memory[0]
-                cache.tail[pages[:, 0]] = memory[1].transpose(1, 2)
-
-    def prefill(self, tokens: NDArray[np.int32], budget: int) -> Tensor:
-        """Logits after a prompt, computed in chunks of at most `budget` tokens."""
-        for start in range(0, len(tokens), budget):
-            self.runner.run([self.chunk(0, tokens[start : start + budget], start)])
-        return self.runner.last_logits
-
-    def decode(self, tokens: NDArray[np.int32], lengths: NDArray[np.int64]) -> Tensor:
-        """Logits after one more token for each request."""
-        steps = zip(tokens.reshape(-1, 1), lengths.tolist(), strict=True)
-        self.runner.run([self.chunk(r, token, length) for r, (token, length) in enumerate(steps)])
-        return self.runner.last_logits
-
-
-@torch.inference_mode()
 def run_engine_bench(bench: EngineBench, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure both sides; the report as plain values. `progress` takes a line now and then."""
+    """Measure; the report as plain values. `progress` takes a line now and then."""
     before = torch.get_num_threads()
     torch.set_num_threads(bench.threads)
     try:
         progress(f"loading {bench.model}")
         model = MODELS[bench.model]()
-        if bench.tokens > model.context_tokens:
-            raise ConfigError(
-                f"--tokens is {bench.tokens}: the model's context has {model.context_tokens}"
-            )
-        rng = np.random.default_rng(bench.seed)
-        prefill = _measure_prefill(bench, model, rng, progress)
-        decode = _measure_decode(bench, model, rng, progress)
+        report: dict[str, Any] = {"bench": "engine", "model": model.name, "seed": bench.seed}
+        if bench.part != "sessions":
+            report |= _floors(bench, model, progress)
+        if bench.part != "floors":
+            asked, played = play_sessions(bench.sessions, model, progress)
+            report |= sessions_report(bench.sessions, model, asked, played)
     finally:
         torch.set_num_threads(before)
+    return report | {"machine": _machine(bench.threads)}
+
+
+@torch.inference_mode()
+def _floors(bench: EngineBench, model: Model, progress: Callable[[str], None]) -> dict[str, Any]:
+    if bench.tokens > model.context_tokens:
+        raise ConfigError(
+            f"--tokens is {bench.tokens}: the model's context has {model.context_tokens}"
+        )
+    rng = np.random.default_rng(bench.seed)
+    prefill = _measure_prefill(bench, model, rng, progress)
+    decode = _measure_decode(bench, model, rng, progress)
     return {
-        "bench": "engine",
-        "model": model.name,
         "prompt_tokens": bench.tokens,
         "budget_tokens": bench.budget_tokens,
         "decode_requests": DECODE_REQUESTS,
         "repeats": bench.repeats,
-        "seed": bench.seed,
         "prefill_vs_dense": prefill["ratio"],
-        "decode16_vs_padded": decode["ratio"],
+        "decode_vs_padded": decode["ratio"],
         "prefill": prefill,
-        "decode16": decode,
-        "machine": _machine(bench.threads),
+        "decode": decode,
     }
 
 
@@ -258,16 +209,21 @@ def _machine(threads: int) -> dict[str, Any]:
 def describe(report: dict[str, Any]) -> Sequence[str]:
     """The report as lines for people."""
     machine = report["machine"]
-    machine_line = (
-        f"{report['model']}, fp32, {machine['threads']} of {machine['cpus']} CPUs,"
-        f" {machine['processor']}, load {machine['load_average']:.1f}"
-    )
-    head = f"{'':12}{'paged tok/s':>14}{'dense tok/s':>14}{'ratio':>8}   max logit difference"
-    lines = [machine_line, head]
-    lines += [
-        f"{name:12}{part['paged_tokens_per_second']:14.1f}{part['dense_tokens_per_second']:14.1f}"
-        f"{part['ratio']:8.3f}   {part['max_logit_difference']:.1e}"
-        + ("" if part["same_next_tokens"] else "  (next tokens differ)")
-        for name, part in ((n, report[n]) for n in ("prefill", "decode16"))
+    lines = [
+        (
+            f"{report['model']}, fp32, {machine['threads']} of {machine['cpus']} CPUs,"
+            f" {machine['processor']}, load {machine['load_average']:.1f}"
+        )
     ]
-    return lines
+    if "prefill" in report:
+        lines.append(
+            f"{'':12}{'paged tok/s':>14}{'dense tok/s':>14}{'ratio':>8}   max logit difference"
+        )
+        lines += [
+            f"{name:12}{part['paged_tokens_per_second']:14.1f}"
+            f"{part['dense_tokens_per_second']:14.1f}{part['ratio']:8.3f}"
+            f"   {part['max_logit_difference']:.1e}"
+            + ("" if part["same_next_tokens"] else "  (next tokens differ)")
+            for name, part in ((n, report[n]) for n in ("prefill", "decode"))
+        ]
+    return lines + (describe_sessions(report) if "ways" in report else [])

@@ -120,13 +120,21 @@ class Conversation:
         command: the program and its arguments.
         name: what errors call it.
         deadline_seconds: for the whole conversation.
+        setting: what gives it more time.
 
     Raises:
         ConfigError: the program cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], *, name: str, deadline_seconds: float) -> None:
-        self.name, self._seconds = name, deadline_seconds
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        name: str,
+        deadline_seconds: float,
+        setting: str = "--peer-seconds gives it more time",
+    ) -> None:
+        self.name, self._seconds, self._setting = name, deadline_seconds, setting
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
         try:
             self._process = subprocess.Popen(  # noqa: S603 (the program is the user's own choice)
@@ -224,7 +232,7 @@ class Conversation:
         if left <= 0 or not poll.poll(math.ceil(1000 * left)):
             raise KVCacheError(
                 f"{self.name} was given up {self.doing}: its {self._seconds:g} s were over;"
-                " --peer-seconds gives it more time"
+                f" {self._setting}"
             )
 
     def _line(self) -> bytes | None:

@@ -28,6 +28,7 @@ INTERRUPTED = 130
 
 VERBS = {
     "bench": "measure one part of the library on this machine",
+    "chat": "talk to a small model: what each turn found on the device, in a tier, or computed",
     "demo": "play multi-turn sessions on a small model: recompute, offload, everything in memory",
     "doctor": "what is installed, which native path runs, which connectors are found",
     "explain": "why the requests of a trace lost tokens, each with its evidence",

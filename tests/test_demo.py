@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,17 @@ from kvcache import ConfigError
 from kvcache.bench.demo import (
     DemoSettings,
     Kit,
-    Played,
     Player,
     Turn,
     answer,
     load_kit,
     write_script,
 )
-from kvcache.bench.demo.play import Together
 from kvcache.bench.demo.report import compare, speedups
+from kvcache.bench.folder import PREFIX
 from kvcache.cli import main
 from kvcache.commands import demo as verb
-from kvcache.engine.chunk import Chunk
 from kvcache.engine.request import Usage
-from kvcache.engine.runner import TorchRunner
 from kvcache.engine.smollm2 import load_model, load_tokenizer
 
 torch.set_num_threads(1)
@@ -54,6 +50,7 @@ def test_the_three_modes_say_the_same(quick: dict[str, Any]) -> None:
         ("recompute", True),
         ("offload", True),
         ("everything", True),
+        ("restarted", True),
     ]
 
 
@@ -100,11 +97,42 @@ def test_json_is_one_object_and_nothing_else(
 def test_the_table_has_a_column_for_each_mode(quick: dict[str, Any]) -> None:
     lines = verb.render(quick).splitlines()
     assert lines[0].split() == ["recompute", "offload", "everything"]
-    assert len({len(line) for line in lines[:12]}) == 1
-    assert lines[11].split()[-3:] == ["reference", "identical", "identical"]
-    assert "comes back with 327 tokens of its session and 32 new ones" in lines[-1]
+    assert len({len(line) for line in lines[:11]}) == 1
+    assert lines[10].split()[-3:] == ["reference", "identical", "identical"]
+    assert "comes back with 327 tokens of its session and 32 new ones" in lines[12]
     quick = {**quick, "shared_tokens": {"least": 327, "most": 1327}}
     assert "comes back with 327 to 1,327 tokens of its session" in verb.render(quick)
+
+
+def test_a_new_process_goes_on_from_what_the_first_one_left_on_disk(quick: dict[str, Any]) -> None:
+    restart = quick["restart"]
+    assert restart["first_process"] == os.getpid() != restart["process"]
+    assert restart["disk_bytes"] > 0
+    assert restart["prompt_tokens"] == 3 * (320 + 2 * (8 + 32)) == 1200
+    assert restart["restored_tokens"] > 0.8 * restart["prompt_tokens"]
+    assert restart["computed_tokens"] == 1200 - restart["restored_tokens"]
+    assert [turn["device_hit_tokens"] for turn in restart["turns"]] == [0, 0, 0]
+    assert restart["restored_over_recomputed"]["turns"] == 3
+    line = verb.render(quick).splitlines()[-1]
+    assert f"process {restart['process']} found" in line
+    assert f"it restored {restart['restored_tokens']:,}" in line
+    assert line.endswith("outputs identical.")
+
+
+def test_a_second_process_that_fails_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = (sys.executable, "-c", "raise SystemExit('the disk is on fire')")
+    monkeypatch.setattr("kvcache.bench.demo.restart.PROGRAM", broken)
+    args = ["--quick", "--sessions", "1", "--turns", "1", "--json", "--folder", str(tmp_path)]
+    assert main(["demo", *args]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert (
+        "the second process ended with status 1 when it opened the disk: the disk is on fire" in err
+    )
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -114,7 +142,7 @@ def test_the_table_has_a_column_for_each_mode(quick: dict[str, Any]) -> None:
         (["--turns", "-2"], "--turns is -2"),
         (["--turns", "5000"], "--turns is 5000: at most 1000"),
         (["--device-tokens", "-1"], "--device-tokens is -1"),
-        (["--device-tokens", "100"], "--device-tokens is 100: a session's last turn alone has 368"),
+        (["--device-tokens", "100"], "--device-tokens is 100: a session's last turn alone has 408"),
         (["--device-tokens", "999999999"], "--device-tokens or --sessions is too large"),
         (["--host-tokens", "0"], "--host-tokens is 0"),
         (["--host-tokens", "999999999"], "--host-tokens or --sessions is too large"),
@@ -126,6 +154,7 @@ def test_the_table_has_a_column_for_each_mode(quick: dict[str, Any]) -> None:
         (["--files", "short.txt"], "the files end in session 1 of 3"),
         (["--files", "binary.txt"], "binary.txt is no UTF-8 text: invalid start byte at byte 2"),
         (["--output", "nowhere/demo.json"], "there is no folder"),
+        (["--folder", "/nowhere/at/all"], "--folder /nowhere/at/all cannot be used"),
         (["--files", "/dev/zero"], "/dev/zero has more than 16 MiB"),
         (["--output", "."], "is a folder"),
         (["--new-tokens", "99999"], "lower --prompt-tokens, --new-tokens or --turns"),
@@ -161,22 +190,25 @@ def test_nothing_is_written_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--quick", "--sessions", "1", "--turns", "1"]) == 0
-    assert "figures of every turn" not in capsys.readouterr().out
+    args = ["--quick", "--sessions", "1", "--turns", "1", "--no-restart"]
+    assert main(["demo", *args]) == 0
+    out = capsys.readouterr().out
+    assert "figures of every turn" not in out
+    assert "After a restart" not in out
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_is_said_and_exit_2_after_the_result(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    args = ["--quick", "--sessions", "1", "--turns", "1", "--output", "/dev/full"]
+    args = ["--quick", "--sessions", "1", "--turns", "1", "--no-restart", "--output", "/dev/full"]
     assert main(["demo", *args]) == 2
     out, err = capsys.readouterr()
     assert "/dev/full: No space left on device" in err
     assert "identical" in out
     assert "figures of every turn" not in out
     assert main(["demo", *args, "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["modes"]
+    assert json.loads(capsys.readouterr().out)["restart"] is None
 
 
 def test_no_memory_is_one_line_and_exit_1(
@@ -197,55 +229,18 @@ def turn(output: list[int], gaps: list[float], *, host: int = 0, seconds: float 
     return Turn(0, 1, 100, Usage(120, len(output), 0, host, 0), seconds, output, gaps)
 
 
-def played(*turns: Turn) -> Played:
-    return Played("mode", 0, 0, list(turns))
-
-
-def with_together(reference: Played, output: list[int]) -> Played:
-    return replace(reference, together=Together(1.0, [output]))
-
-
 def test_a_tie_is_told_from_a_difference() -> None:
-    reference = played(turn([1, 2, 3], [5.0, 0.0009, 5.0]), turn([4, 5], [0.0011, 5.0]))
-    same = compare(reference, reference)
+    reference = [turn([1, 2, 3], [5.0, 0.0009, 5.0]), turn([4, 5], [0.0011, 5.0])]
+    same = compare("mode", reference, reference)
     assert same["identical"]
     assert not same["ties"]
-    tie = compare(reference, played(turn([1, 9, 9], []), turn([4, 5], [])))
+    tie = compare("mode", reference, [turn([1, 9, 9], []), turn([4, 5], [])])
     assert not tie["identical"]
     assert [t["token"] for t in tie["ties"]] == [1]
     assert not tie["differences"]
-    fault = compare(reference, played(turn([1, 2, 3], []), turn([7, 5], [])))
+    fault = compare("mode", reference, [turn([1, 2, 3], []), turn([7, 5], [])])
     assert [d["token"] for d in fault["differences"]] == [0]
     assert not fault["ties"]
-
-
-def test_what_is_asked_together_is_compared_with_the_last_turns() -> None:
-    first, last = turn([1, 2], [5.0, 5.0]), turn([3, 4], [5.0, 0.0001])
-    reference = played(first, last)
-    assert compare(reference, with_together(reference, [3, 4]))["identical"]
-    assert [t["token"] for t in compare(reference, with_together(reference, [3, 9]))["ties"]] == [1]
-    faults = compare(reference, with_together(reference, [1, 2]))["differences"]
-    assert [(d["token"], d["together"]) for d in faults] == [(0, True)]
-
-
-def test_all_sessions_together_are_one_batch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    running: list[int] = []
-    compute = TorchRunner.run
-
-    def counted(self: TorchRunner, chunks: Sequence[Chunk]) -> Any:
-        running.append(len(chunks))
-        return compute(self, chunks)
-
-    monkeypatch.setattr(TorchRunner, "run", counted)
-    path = tmp_path / "demo.json"
-    assert main(["demo", "--quick", "--sessions", "2", "--output", str(path)]) == 0
-    assert max(running) == 2
-    for mode in json.loads(path.read_text())["modes"].values():
-        assert mode["together_seconds"] > 0
-        speed = mode["together_output_tokens_per_second"]
-        assert speed == pytest.approx(2 * 8 / mode["together_seconds"])
 
 
 def test_a_shown_answer_ends_where_it_ends() -> None:
@@ -256,8 +251,8 @@ def test_a_shown_answer_ends_where_it_ends() -> None:
 
 
 def test_only_restored_turns_count_as_gains() -> None:
-    recompute = played(turn([1], [1.0], seconds=4.0), turn([1], [1.0], seconds=4.0))
-    offload = played(turn([1], [1.0], host=96, seconds=0.5), turn([1], [1.0], seconds=4.0))
+    recompute = [turn([1], [1.0], seconds=4.0), turn([1], [1.0], seconds=4.0)]
+    offload = [turn([1], [1.0], host=96, seconds=0.5), turn([1], [1.0], seconds=4.0)]
     assert speedups(recompute, offload) == [8.0]
 
 
@@ -274,7 +269,7 @@ def test_outputs_that_differ_end_with_exit_1(
 
     monkeypatch.setattr(Player, "ask", tampered)
     path = tmp_path / "demo.json"
-    args = ["--quick", "--sessions", "1", "--turns", "1", "--output", str(path)]
+    args = ["--quick", "--sessions", "1", "--turns", "1", "--no-restart", "--output", str(path)]
     assert main(["demo", *args]) == 1
     assert "1 DIFFER" in capsys.readouterr().out
     assert json.loads(path.read_text())["outputs"][1]["differences"]
@@ -284,7 +279,7 @@ def check_script(kit: Kit, text: Path) -> None:
     settings = DemoSettings(sessions=2, turns=3, prompt_tokens=200, new_tokens=32)
     script = write_script(settings, kit, [text] * 8)
     assert [len(o) for o in script.openings] == [200, 200]
-    assert [[len(f) for f in s] for s in script.follow_ups] == [[32, 32], [32, 32]]
+    assert [[len(f) for f in s] for s in script.follow_ups] == [[32, 32, 32], [32, 32, 32]]
 
 
 def test_prompts_have_exactly_the_tokens_asked_for(tmp_path: Path) -> None:
@@ -313,7 +308,7 @@ def test_without_the_model_package_auto_says_so_and_goes_on(
 
 
 def test_a_killed_demo_leaves_nothing_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvcache.cli", "demo", "--model", "tiny"]
+    command = [sys.executable, "-m", "kvcache.cli", "demo", "--model", "tiny", "--folder", "."]
     shared = Path("/dev/shm")  # noqa: S108
     before = set(shared.iterdir()) if shared.is_dir() else set()
     with subprocess.Popen(
@@ -329,8 +324,12 @@ def test_a_killed_demo_leaves_nothing_behind(tmp_path: Path) -> None:
                 break
         process.kill()
         assert process.wait(30) == -9
-    assert list(tmp_path.iterdir()) == []
+    (left_folder,) = tmp_path.iterdir()  # until the next one is started there
+    assert left_folder.name.startswith(PREFIX)
     left = set(shared.iterdir()) - before if shared.is_dir() else set()
     assert not [p for p in left if "kvcache" in p.name]
-    again = subprocess.run([*command, "--quick"], cwd=tmp_path, capture_output=True, check=True)
+    again = subprocess.run(
+        [*command, "--quick", "--no-restart"], cwd=tmp_path, capture_output=True, check=True
+    )
     assert b"identical" in again.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,6 @@
 """The demo behind `kvcache demo`: what offload is worth, with a real model. Importing loads torch."""
 
-from kvcache.bench.demo.play import MODES, Played, Player, Turn, play_turns, size_pools, warm_up
+from kvcache.bench.demo.play import MODES, Played, Player, play_turns, size_pools, warm_up
 from kvcache.bench.demo.report import answer, record
 from kvcache.bench.demo.script import (
     DemoSettings,
@@ -11,6 +11,7 @@ from kvcache.bench.demo.script import (
     read_text,
     write_script,
 )
+from kvcache.bench.demo.turn import Turn
 
 __all__ = [
     "MODES",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import takewhile
 from statistics import median
 from typing import Any
 
 import kvcache
-from kvcache.bench.demo.play import Played
+from kvcache.bench.demo.play import RESTARTED, Played
+from kvcache.bench.demo.restart import Restart
 from kvcache.bench.demo.script import DemoSettings, Kit
+from kvcache.bench.demo.turn import Turn
 from kvcache.engine.chat import end_of_answer
 from kvcache.engine.tokenizer import StreamDecoder
 
@@ -18,31 +21,24 @@ TIE_GAP = 1e-3
 fp32 products depend in their last bits on how a prompt is cut into chunks."""
 
 
-def compare(reference: Played, other: Played) -> dict[str, Any]:
-    """Outputs turn by turn: `equal`, a `tie` (see `TIE_GAP`), or a difference that is a fault.
-
-    What was asked together is compared with the reference's last turns.
-    """
+def compare(mode: str, reference: Sequence[Turn], others: Sequence[Turn]) -> dict[str, Any]:
+    """Outputs turn by turn: `equal`, a `tie` (see `TIE_GAP`), or a difference that is a fault."""
     ties: list[dict[str, Any]] = []
     faults: list[dict[str, Any]] = []
-    played = [(a, b.output, False) for a, b in zip(reference.turns, other.turns, strict=True)]
-    last = {turn.session: turn for turn in reference.turns}
-    together = enumerate(other.together.outputs if other.together else ())
-    played += [(last[session], output, True) for session, output in together]
-    for wanted, output, at_once in played:
-        at = next((i for i, t in enumerate(wanted.output) if output[i] != t), None)
+    for wanted, other in zip(reference, others, strict=True):
+        pairs = zip(wanted.output, other.output, strict=True)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if at is None:
             continue
         entry = {
             "session": wanted.session + 1,
             "turn": wanted.number + 1,
-            "together": at_once,
             "token": at,
             "reference_gap": wanted.gaps[at],
         }
         (ties if wanted.gaps[at] < TIE_GAP else faults).append(entry)
     return {
-        "mode": other.mode,
+        "mode": mode,
         "identical": not ties and not faults,
         "ties": ties,
         "differences": faults,
@@ -54,7 +50,6 @@ def summarize(played: Played) -> dict[str, Any]:
     first = [t.first_token_seconds for t in played.turns if t.number == 0]
     returning = [t.first_token_seconds for t in played.turns if t.number > 0]
     outputs = sum(t.usage.output_tokens for t in played.turns)
-    together = played.together
     return {
         "first_turn_ttft_seconds": median(first),
         "returning_ttft_seconds": median(returning) if returning else None,
@@ -66,39 +61,64 @@ def summarize(played: Played) -> dict[str, Any]:
         "output_tokens": outputs,
         "output_tokens_per_second": outputs / played.seconds,
         "wall_seconds": played.seconds,
-        "together_seconds": together.seconds if together else None,
-        "together_output_tokens_per_second": (
-            sum(map(len, together.outputs)) / together.seconds if together else None
-        ),
         "device_pool_bytes": played.device_bytes,
         "host_pool_bytes": played.host_bytes,
         "host_used_bytes": played.host_used_bytes,
     }
 
 
-def speedups(recompute: Played, offload: Played) -> list[float]:
+def speedups(recomputed: Sequence[Turn], restored: Sequence[Turn]) -> list[float]:
     """Time to first token, recomputed over restored, for each turn that was restored."""
     return [
         a.first_token_seconds / b.first_token_seconds
-        for a, b in zip(recompute.turns, offload.turns, strict=True)
+        for a, b in zip(recomputed, restored, strict=True)
         if b.usage.host_tokens > 0 and a.recomputed_tokens > 0
     ]
 
 
-def record(settings: DemoSettings, kit: Kit, modes: Sequence[Played]) -> dict[str, Any]:
+def _gains(recomputed: Sequence[Turn], restored: Sequence[Turn]) -> dict[str, Any]:
+    gains = speedups(recomputed, restored)
+    return {
+        "turns": len(gains),
+        "median": median(gains) if gains else None,
+        "least": min(gains, default=None),
+    }
+
+
+def _restart(restart: Restart, kit: Kit) -> dict[str, Any]:
+    """The turns after the restart: in the new process, and recomputed."""
+    turns = restart.restarted
+    return {
+        "process": restart.process,
+        "first_process": os.getpid(),
+        "start_seconds": restart.start_seconds,
+        "disk_bytes": restart.disk_bytes,
+        "device_pool_bytes": restart.device_bytes,
+        "prompt_tokens": sum(t.usage.prompt_tokens for t in turns),
+        "restored_tokens": sum(t.usage.host_tokens for t in turns),
+        "computed_tokens": sum(t.usage.prompt_tokens - t.usage.cached_tokens for t in turns),
+        "ttft_seconds": median(t.first_token_seconds for t in turns),
+        "recomputed_ttft_seconds": median(t.first_token_seconds for t in restart.recomputed),
+        "restored_over_recomputed": _gains(restart.recomputed, turns),
+        "turns": _turn_rows(turns, kit),
+    }
+
+
+def record(
+    settings: DemoSettings, kit: Kit, modes: Sequence[Played], restart: Restart | None
+) -> dict[str, Any]:
     """Everything, as it goes into the file of `--output`."""
     by_mode = {p.mode: p for p in modes}
-    gains = speedups(by_mode["recompute"], by_mode["offload"])
     shared = [t.shared_tokens for t in modes[0].turns if t.number > 0]
     return {
-        "schema": "kvcache/demo/1",
+        "schema": "kvcache/demo/2",
         "version": kvcache.__version__,
         "model": kit.model.name,
         "note": kit.note,
         "how": "turns of all sessions alternate; time to first token at the engine, from"
         " add_request to the first token; one request at a time, no transfer in flight; each turn"
-        " in all modes one after the other; medians; together_*: the last turn of all sessions once"
-        " more, submitted at one time (continuous batching)",
+        " in all modes one after the other; medians; restart: one turn more of each session, in a new"
+        " process that has the folder of the first one's disk, and recomputed in the first one",
         "sessions": settings.sessions,
         "turns": settings.turns,
         "seed": settings.seed,
@@ -106,13 +126,13 @@ def record(settings: DemoSettings, kit: Kit, modes: Sequence[Played]) -> dict[st
         "session_tokens": settings.session_tokens,
         "new_tokens": settings.new_tokens,
         "shared_tokens": {"least": min(shared, default=0), "most": max(shared, default=0)},
-        "restored_over_recomputed": {
-            "turns": len(gains),
-            "median": median(gains) if gains else None,
-            "least": min(gains, default=None),
-        },
-        "outputs": [compare(modes[0], mode) for mode in modes],
-        "modes": {p.mode: summarize(p) | {"turns": _turn_rows(p, kit)} for p in modes},
+        "restored_over_recomputed": _gains(by_mode["recompute"].turns, by_mode["offload"].turns),
+        "outputs": [
+            *(compare(mode.mode, modes[0].turns, mode.turns) for mode in modes),
+            *([compare(RESTARTED, restart.recomputed, restart.restarted)] if restart else []),
+        ],
+        "modes": {p.mode: summarize(p) | {"turns": _turn_rows(p.turns, kit)} for p in modes},
+        "restart": _restart(restart, kit) if restart else None,
     }
 
 
@@ -123,7 +143,7 @@ def answer(kit: Kit, output: Sequence[int]) -> str:
     return "".join(map(StreamDecoder(kit.tokenizer).push, shown))
 
 
-def _turn_rows(played: Played, kit: Kit) -> list[dict[str, Any]]:
+def _turn_rows(turns: Sequence[Turn], kit: Kit) -> list[dict[str, Any]]:
     return [
         {
             "session": t.session + 1,
@@ -136,5 +156,5 @@ def _turn_rows(played: Played, kit: Kit) -> list[dict[str, Any]]:
             "ttft_seconds": t.first_token_seconds,
             "output": answer(kit, t.output),
         }
-        for t in played.turns
+        for t in turns
     ]

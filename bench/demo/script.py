@@ -33,8 +33,11 @@ class DemoSettings:
     """What is played. Counts in tokens; pools of None are sized by the sessions."""
 
     sessions: int = 3
-    turns: int = 3
-    prompt_tokens: int = 1664
+    turns: int = 2
+    """Of each session; after the restart it has one more."""
+    restart: bool = True
+    """Whether a second process goes on at the end."""
+    prompt_tokens: int = 1024
     """Of a session's first turn."""
     new_tokens: int = 32
     """Of the user's next message, with the marks around it."""
@@ -61,6 +64,11 @@ class DemoSettings:
         between = (self.turns - 1) * (self.output_tokens + self.new_tokens)
         return self.prompt_tokens + between + self.output_tokens
 
+    @property
+    def session_tokens_after_restart(self) -> int:
+        """Its context after the one turn more."""
+        return self.session_tokens + self.new_tokens + self.output_tokens
+
 
 MOST_TEXT_BYTES = 16 << 20
 """A file that is played is read whole; a device would never end."""
@@ -73,6 +81,8 @@ class Kit(NamedTuple):
     tokenizer: Tokenizer
     note: str
     """Why it is not the model that was hoped for, or empty."""
+    choice: str = "smollm2"
+    """Or `tiny`."""
 
 
 class Script(NamedTuple):
@@ -80,7 +90,7 @@ class Script(NamedTuple):
 
     openings: list[NDArray[np.int32]]
     follow_ups: list[list[NDArray[np.int32]]]
-    """For each session, what is said in its second, third, ... turn."""
+    """For each session, what is said in its second, third, ... turn, and after the restart."""
 
 
 def load_kit(choice: str, seed: int) -> Kit:
@@ -93,7 +103,7 @@ def load_kit(choice: str, seed: int) -> Kit:
             if choice == "smollm2":
                 raise
             note = f"{error}; going on with the tiny hybrid, whose answers mean nothing"
-    return Kit(tiny.build_model(seed), ByteTokenizer(), note)
+    return Kit(tiny.build_model(seed), ByteTokenizer(), note, "tiny")
 
 
 def own_texts() -> list[Path]:
@@ -127,9 +137,9 @@ def write_script(settings: DemoSettings, kit: Kit, files: Sequence[Path]) -> Scr
         ConfigError: a turn is too short for its question, or a session longer than the context.
     """
     tokenizer, context = kit.tokenizer, kit.model.context_tokens
-    if settings.session_tokens > context:
+    if settings.session_tokens_after_restart > context:
         raise ConfigError(
-            f"a session has {settings.session_tokens} tokens at its end, the context of"
+            f"a session has {settings.session_tokens_after_restart} tokens at its end, the context of"
             f" {kit.model.name} is {context}: lower --prompt-tokens, --new-tokens or"
             " --turns"
         )
@@ -145,7 +155,7 @@ def write_script(settings: DemoSettings, kit: Kit, files: Sequence[Path]) -> Scr
         text = _take(texts, room, session, settings)
         openings.append(np.concatenate([head, text[:room], tail]))
         follow_ups.append(
-            [_follow_up(tokenizer, text, turn, settings) for turn in range(1, settings.turns)]
+            [_follow_up(tokenizer, text, turn, settings) for turn in range(1, settings.turns + 1)]
         )
     return Script(openings, follow_ups)
 

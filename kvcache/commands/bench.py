@@ -37,19 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(owners=owners)
     _add_shared(parser, owners)
     _add_engine(_Options(parser, owners, ("engine",), "the paged engine against a dense forward"))
+    _add_sessions(_Options(parser, owners, ("engine",), "sessions that return to a small pool"))
     _add_agents(_Options(parser, owners, ("agents",), "agent traces through our block manager"))
     _add_manager(_Options(parser, owners, ("manager",), "what the block manager costs"))
-    quick = _Options(
-        parser, owners, ("copy", "hash", "manager"), "to see that it works, not what it costs"
-    )
-    quick.add(
-        "--quick",
-        action="store_true",
-        help="65,536 tokens, 3 repeats (manager: 64 requests; copy: 16 MiB, two sizes), where"
-        " nothing else is said",
-    )
     _add_disk(_Options(parser, owners, ("disk",), "pages in files, beside plain writes and reads"))
+    _add_offload(_Options(parser, owners, ("offload",), "a tier by itself, through the driver"))
     _add_copy(_Options(parser, owners, ("copy",), "copies of random pages, beside torch"))
+    _add_page_sizes(_Options(parser, owners, ("copy", "offload"), "sizes of pages"))
 
 
 class _Options:
@@ -72,20 +66,38 @@ class _Options:
 
 
 def _add_shared(parser: argparse.ArgumentParser, owners: dict[str, tuple[str, ...]]) -> None:
-    repeated = _Options(parser, owners, ("copy", "disk", "engine", "hash", "manager"), "how often")
+    repeating = ("copy", "disk", "engine", "hash", "manager", "offload")
+    repeated = _Options(parser, owners, repeating, "how often")
     repeated.add(
         "--repeats",
         type=whole_number,
         metavar="N",
-        help="measurements of which the median counts (5); disk: the best (3)",
+        help="measurements of which the median counts (5; offload: 3); disk: the best (3)",
     )
-    sizes = _Options(parser, owners, ("engine", "hash", "manager"), "how much is measured")
+    sizes = _Options(
+        parser, owners, ("engine", "hash", "manager", "offload"), "how much is measured"
+    )
     sizes.add(
         "--tokens",
         type=token_number,
         metavar="N",
-        help=f"length of the prompt (engine: 1024; hash, manager: 1M); {SUFFIXES}",
+        help="length of the prompt (engine: 1024; hash, manager, and offload's lookup: 1M);"
+        f" {SUFFIXES}",
     )
+    quick = _Options(
+        parser,
+        owners,
+        ("copy", "engine", "hash", "manager", "offload"),
+        "to see that it works, not what it costs",
+    )
+    quick.add(
+        "--quick",
+        action="store_true",
+        help="seconds, where nothing else is said (engine: on the tiny model; hash, manager:"
+        " 65,536 tokens, 3 repeats, 64 requests; copy: 16 MiB, two sizes)",
+    )
+    place = _Options(parser, owners, ("disk", "engine", "offload"), "where files go")
+    place.add("--folder", metavar="PATH", help="of what is written to disk (a temporary folder)")
     peer = _Options(parser, owners, ("agents", "hash", "manager"), "beside another implementation")
     peer.add("--peer", choices=("vllm",), help="whose code to run beside ours (none)")
     peer.add(
@@ -112,6 +124,23 @@ def _add_engine(options: _Options) -> None:
         type=whole_number,
         metavar="N",
         help="threads of both sides (default: all CPUs)",
+    )
+
+
+def _add_sessions(options: _Options) -> None:
+    for name, text in (
+        ("sessions", "sessions that return (12)"),
+        ("turns", "turns of each session (6)"),
+        ("start-tokens", "tokens of a session's first prompt (1024)"),
+        ("turn-tokens", "tokens that each further turn adds (128)"),
+        ("output-tokens", "tokens of each answer (64)"),
+        ("pool-share", "all sessions take so many times the small device pool (3)"),
+    ):
+        options.add(f"--{name}", type=token_number, metavar="N", help=text)
+    options.add(
+        "--part",
+        choices=("all", "sessions", "floors"),
+        help="sessions: four ways of memory; floors: paged against dense (all)",
     )
 
 
@@ -152,7 +181,6 @@ def _add_manager(options: _Options) -> None:
 
 
 def _add_disk(options: _Options) -> None:
-    options.add("--folder", metavar="PATH", help="where (a temporary folder)")
     options.add("--pages", type=whole_number, metavar="N", help="files of a round (96)")
     options.add(
         "--page-bytes", type=byte_count, metavar="SIZE", help="of one page, such as 2MiB (720KiB)"
@@ -160,14 +188,34 @@ def _add_disk(options: _Options) -> None:
 
 
 def _add_copy(options: _Options) -> None:
+    options.add("--bytes", type=byte_count, metavar="SIZE", help="of each side (256MiB)")
+
+
+def _add_offload(options: _Options) -> None:
+    options.add(
+        "--tier",
+        action="append",
+        choices=("host", "disk", "chain"),
+        help="which, repeatable (all three; chain: host memory over a disk)",
+    )
+    options.add(
+        "--count",
+        action="append",
+        type=whole_number,
+        metavar="N",
+        help="pages moved at a time, repeatable (1, 16, 256)",
+    )
+
+
+def _add_page_sizes(options: _Options) -> None:
     options.add(
         "--size",
         action="append",
         type=byte_count,
         metavar="SIZE",
-        help="of a page, repeatable (4KiB, 16KiB, 64KiB, 256KiB, 1MiB)",
+        help="of a page, repeatable (copy: 4KiB, 16KiB, 64KiB, 256KiB, 1MiB; offload: a multiple of"
+        " 4KiB; 4KiB, 64KiB, 720KiB)",
     )
-    options.add("--bytes", type=byte_count, metavar="SIZE", help="of each side (256MiB)")
 
 
 def _engine(
@@ -177,8 +225,12 @@ def _engine(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KMP_BLOCKTIME", "0")
     bench = importlib.import_module("kvcache.bench.engine")
-    settings = {"threads": len(os.sched_getaffinity(0)), **given}
-    report = bench.run_engine_bench(bench.EngineBench(seed=seed, **settings), progress)
+    given = {**(bench.QUICK if given.pop("quick", False) else {}), **given}
+    threads = given.pop("threads", len(os.sched_getaffinity(0)))
+    own = {name: given.pop(name) for name in bench.OWN_SETTINGS if name in given}
+    sessions = bench.SessionsBench(seed=seed, **given)
+    settings = bench.EngineBench(seed=seed, threads=threads, sessions=sessions, **own)
+    report = bench.run_engine_bench(settings, progress)
     return report, bench.describe(report)
 
 
@@ -199,7 +251,7 @@ def _agents(
 
 def _inputs(bench: str, given: dict[str, Any]) -> list[str | Path]:
     """Files that a benchmark reads or runs."""
-    if bench in {"copy", "disk"}:
+    if bench in {"copy", "disk", "offload"}:
         return []
     if bench == "engine":
         model = find_model_file()
@@ -247,6 +299,17 @@ def _copy(
     return report, bench.describe(report)
 
 
+def _offload(
+    given: dict[str, Any], seed: int, progress: Callable[[str], None]
+) -> tuple[dict[str, Any], Sequence[str]]:
+    bench = importlib.import_module("kvcache.bench.offload")
+    settings = {**(bench.QUICK if given.pop("quick", False) else {}), **given}
+    names = {"tier": "tiers", "size": "page_bytes", "count": "counts"}
+    settings = {names.get(name, name): value for name, value in settings.items()}
+    report = bench.run_offload_bench(bench.OffloadBench(seed=seed, **settings), progress)
+    return report, bench.describe(report)
+
+
 BENCHES: dict[str, Run] = {
     "agents": _agents,
     "copy": _copy,
@@ -254,6 +317,7 @@ BENCHES: dict[str, Run] = {
     "engine": _engine,
     "hash": _hash,
     "manager": _manager,
+    "offload": _offload,
 }
 """By name; what a benchmark needs is imported when it runs."""
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # its module loads torch
 HELP = (
     "Plays multi-turn sessions over text files on a small model whose device pool holds only part of"
     " them: recomputed, restored from host memory, and with a pool that holds all. Turns of all"
-    " sessions alternate, one request at a time; then the last turn of all is asked at once."
+    " sessions alternate, one request at a time. Then a new process goes on with all of them, from"
+    " what the first one left on disk."
 )
 
 QUICK = {"sessions": 3, "turns": 2, "prompt_tokens": 320}
@@ -33,11 +34,11 @@ QUICK = {"sessions": 3, "turns": 2, "prompt_tokens": 320}
 
 NUMBERS = {
     "sessions": "sessions that take turns (3)",
-    "turns": "turns of each session (3)",
-    "prompt_tokens": "tokens of a session's first prompt (1664)",
+    "turns": "turns of each session before the restart (2)",
+    "prompt_tokens": "tokens of a session's first prompt (1024)",
     "new_tokens": "tokens that a user adds in each further turn (32)",
     "device_tokens": "size of the small device pool, in tokens (one session and a quarter)",
-    "host_tokens": "size of the host pool, in tokens (all sessions)",
+    "host_tokens": "size of the host pool, and of the disk, in tokens (all sessions)",
 }
 """Options that are fields of `DemoSettings`, None where not given."""
 
@@ -64,9 +65,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="texts to talk about (default: this package's own sources and documents)",
     )
     parser.add_argument(
+        "--folder",
+        metavar="PATH",
+        help="where the disk tier is for as long as it plays (temporary)",
+    )
+    parser.add_argument(
         "--output",
         metavar="FILE",
         help="write the figures of every turn to a JSON file (default: to none)",
+    )
+    parser.add_argument(
+        "--restart",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="go on in a second process at the end (yes)",
     )
     parser.add_argument(
         "--quick", action="store_true", help="a few seconds on the tiny model, to see that it works"
@@ -81,9 +93,12 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KMP_BLOCKTIME", "0")
     from kvcache.bench import demo  # noqa: PLC0415  (loads torch)
+    from kvcache.bench.folder import temporary_folder  # noqa: PLC0415
 
     given = {name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None}
-    settings = demo.DemoSettings(seed=args.seed, **((QUICK if args.quick else {}) | given))
+    settings = demo.DemoSettings(
+        seed=args.seed, restart=args.restart, **((QUICK if args.quick else {}) | given)
+    )
     files = args.files or demo.own_texts()
     model = find_model_file()
     if args.output is not None:
@@ -91,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     for path in files:
         demo.read_text(path)  # before the model is loaded: a bad file is said at once
     say = (lambda _: None) if args.json else _print
-    with Progress() as progress:
+    with Progress() as progress, temporary_folder(args.folder) as folder:
         progress.update("loading the model")
         kit = demo.load_kit(args.model or ("tiny" if args.quick else "auto"), args.seed)
         script = demo.write_script(settings, kit, files)
@@ -109,10 +124,14 @@ def run(args: argparse.Namespace) -> int:
 
         def ended(turns: Sequence[Turn]) -> None:
             progress.close()
+            if turns[0].number == settings.turns and turns[0].session == 0:
+                say(f"a new process, nothing but the disk{'':9}{'recompute':>12}{'restarted':>12}")
             say(_line(turns, kit))
 
-        modes = demo.play_turns(settings, kit, script, begins=begins, ended=ended)
-    result = demo.record(settings, kit, modes)
+        modes, restart = demo.play_turns(
+            settings, kit, script, folder / "disk", begins=begins, ended=ended
+        )
+    result = demo.record(settings, kit, modes, restart)
     if args.json:
         emit_json(result)
     else:
@@ -138,7 +157,7 @@ def _introduce(settings: DemoSettings, kit: Kit, say: Callable[[str], None]) -> 
     say(
         "Turns of all sessions alternate, one request at a time, each of them three times:\n"
         "  recompute   a device pool for part of the sessions, no tier below it\n"
-        "  offload     the same pool, and host memory below it\n"
+        "  offload     the same pool, below it host memory over a disk\n"
         "  everything  a device pool that holds all sessions"
     )
 
@@ -167,7 +186,6 @@ def render(result: dict[str, Any]) -> str:
         ("tokens restored from host", "restored_tokens", "{:,}"),
         ("tokens found on the device", "device_hit_tokens", "{:,}"),
         ("output tokens per second", "output_tokens_per_second", "{:.2f}"),
-        ("... all sessions at once", "together_output_tokens_per_second", "{:.2f}"),
         ("wall time", "wall_seconds", "{:.1f} s"),
         ("device pool", "device_pool_bytes", "{:.1f} MiB"),
         ("host pool", "host_pool_bytes", "{:.1f} MiB"),
@@ -177,6 +195,7 @@ def render(result: dict[str, Any]) -> str:
             values = [v / MIB for v in values]
         rows.append((label, *("-" if v is None else form.format(v) for v in values)))
     same = {o["mode"]: o for o in result["outputs"]}
+    restart = result["restart"]
     reference = next(iter(modes))
     rows.append(("outputs", *(_verdict(same[m], reference=m == reference) for m in modes)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -197,7 +216,19 @@ def render(result: dict[str, Any]) -> str:
             f" {gain['median']:.1f} times sooner restored than recomputed"
             f" (least of {gain['turns']} turns: {gain['least']:.1f})."
         )
+    if restart is not None:
+        lines.append(_restarted(restart, same["restarted"]))
     return "\n".join(lines)
+
+
+def _restarted(restart: dict[str, Any], comparison: dict[str, Any]) -> str:
+    return (
+        f"\nAfter a restart: process {restart['process']} found {restart['disk_bytes'] / MIB:.1f} MiB"
+        f" of pages that process {restart['first_process']} had left on disk; of {restart['prompt_tokens']:,} prompt tokens it restored"
+        f" {restart['restored_tokens']:,} and computed {restart['computed_tokens']:,}: first token"
+        f" after {restart['ttft_seconds']:.3f} s ({restart['recomputed_ttft_seconds']:.3f} s"
+        f" recomputed), outputs {_verdict(comparison, reference=False)}."
+    )
 
 
 def _span(least: int, most: int) -> str:

@@ -53,6 +53,19 @@ def encode_chat(
     return np.concatenate(parts)
 
 
+def encode_reply(tokenizer: Tokenizer, text: str, *, ended: bool) -> NDArray[np.int32]:
+    """What follows an answer in its own tokens: its end, the user's next message, a new answer.
+
+    `ended`: the answer has its end already. A conversation goes on from the tokens that it was made
+    of: text that is encoded anew may give others, and they would share no prefix with what is cached.
+    """
+    close = () if ended else (tokenizer.specials[END],)
+    message = encode_chat(tokenizer, [Message("system", ""), Message("user", text)])
+    empty = encode_chat(tokenizer, [Message("system", "")], answer=False)
+    line = tokenizer.encode("\n")
+    return np.concatenate([np.array(close, np.int32), line, message[len(empty) :]])
+
+
 def end_of_answer(tokenizer: Tokenizer) -> frozenset[int]:
     """Tokens at which an answer ends."""
     return frozenset(tokenizer.specials[text] for text in (END, "<|endoftext|>"))

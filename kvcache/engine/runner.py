@@ -55,8 +55,6 @@ class TorchRunner:
     def regions(self) -> list[PageRegion]:
         """The page memory of all ranks, as connectors made with `model.tier_geometry` take it."""
         of_ranks = [storage.regions() for storage in self.storages]
-        if len(of_ranks) == 1:
-            return of_ranks[0]
         model = self.model
         return tier_regions(of_ranks, model.tier_geometry, model.shards, model.parts)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcache.bench.engine import hand_out
+from kvcache.bench.paged import hand_out
 from kvcache.core.records import StatePlan
 from kvcache.engine.chunk import Chunk
 from kvcache.engine.model import Model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mutate.mutants_bench import BENCH
 from mutate.mutants_copy import COPY
 from mutate.mutants_engine import ENGINE
 from mutate.mutants_explain import EXPLAIN
@@ -24,4 +25,5 @@ MUTANTS = [
     *TIERS,
     *HOST,
     *COPY,
+    *BENCH,
 ]
