@@ -77,8 +77,8 @@ class TorchRunner:
         ours = (self.model.geometry, self.model.shards, self.vocab_size)
         if (model.geometry, model.shards, model.vocab_size) != ours:
             raise ConfigError(
-                f"model {model.name} has other groups, shards or another vocabulary than {self.model.name}:"
-                " make a runner and a manager for it"
+                f"model {model.name} has other groups or another vocabulary than {self.model.name},"
+                " or is dealt out to other ranks: make a runner and a manager for it"
             )
         self.model = model
         self.context_tokens = min(self.context_tokens, model.context_tokens)
