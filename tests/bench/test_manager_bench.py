@@ -321,7 +321,10 @@ def test_a_quick_run_is_small_unless_told_otherwise(monkeypatch: pytest.MonkeyPa
         (["hash", "--tokens", "8"], "--tokens is 8: give a number from 256"),
         (["hash", "--repeats", "0"], "--repeats is 0"),
         (["hash", "--peer-python", "x"], "--peer-python without --peer"),
-        (["engine", "--quick"], "--quick is an option of `bench hash` and `bench manager`, not of"),
+        (
+            ["agents", "--quick"],
+            "--quick is an option of `bench copy` and `bench engine` and `bench hash`",
+        ),
         (["engine", "--peer", "vllm"], "`bench agents` and `bench hash` and `bench manager`"),
     ],
 )
