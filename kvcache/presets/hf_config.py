@@ -183,7 +183,7 @@ def _read(name: str, where: str, values: Mapping[str, object]) -> Model:
         name=name,
         layers=tuple(layers),
         sources=(f"{where}, model type {model_type}",),
-        unverified=(*inner.assumed, *_quantised_kv(fields)),
+        unverified=(*inner.assumed, *(_quantised_kv(fields) or _quantised_kv(inner))),
     )
 
 

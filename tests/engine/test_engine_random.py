@@ -128,9 +128,7 @@ def test_random_steps_leak_no_block(
         play = Play(r, rng)
         for step in range(steps):
             play.act()
-            if (
-                step % 11 == 0 and r.offload is not None
-            ):  # all that was copied is there, if it can be
+            if step % 11 == 0 and r.offload is not None:  # copies get to run
                 assert r.offload.drain(DRAIN_SECONDS) or r.manager.stats().frozen
             if step % 97 == 0:
                 r.manager.check()

@@ -60,6 +60,8 @@ def test_quantised_kv_of_the_file_is_named(told: dict[str, Any]) -> None:
     found = read_hf_config(LLAMA | {"quantization_config": told})
     assert found.layers == plain.layers
     assert [text.split(":")[0] for text in found.unverified[len(plain.unverified) :]] == list(told)
+    inside = read_hf_config({"text_config": LLAMA | {"quantization_config": told}})
+    assert inside.unverified == found.unverified
     with pytest.raises(InputError, match="quantization_config is 8: expected an object"):
         read_hf_config(LLAMA | {"quantization_config": 8})
 
