@@ -47,14 +47,18 @@ def hash_with_hashlib(tokens: NDArray[np.int32], block_tokens: int) -> list[byte
     return chain
 
 
-def decode_step(manager: Manager, handles: NDArray[np.int64]) -> None:
-    """What an engine asks of the manager in one decode step: each request has one token to compute.
+def decode_step(
+    manager: Manager,
+    handles: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    sampled: NDArray[np.int32],
+) -> None:
+    """What an engine asks of the manager in one decode step: `tokens` of each request are computed.
 
-    Afterwards each knows the next one.
+    Afterwards each knows the next one, `sampled`.
     """
-    one, sampled = np.ones(len(handles), np.int64), np.zeros(len(handles), np.int32)
     step = manager.begin_step()
-    grants = manager.allocate_many(handles, one, commit=True)
+    grants = manager.allocate_many(handles, tokens, commit=True)
     if len(grants) < len(handles):
         raise InvariantError("no space for a decode step")
     manager.take_moves()
@@ -238,9 +242,10 @@ class Work:
     def decode(self, steps: int) -> dict[str, Any]:
         """Seconds of so many decode steps of the batch."""
         handles = np.array(self._batch, np.int64)
+        one, sampled = np.ones(len(handles), np.int64), np.zeros(len(handles), np.int32)
         with Clock() as clock:
             for _ in range(steps):
-                decode_step(self._pool, handles)
+                decode_step(self._pool, handles, one, sampled)
         return {"seconds": clock.seconds}
 
     # ---- memory --------------------------------------------------------------------------------

@@ -80,6 +80,10 @@ class Manager final : private KeyListener {
     int32_t clear_namespaces(const uint32_t* ns, int64_t n, bool retire);
     int32_t check();
 
+    // Of a request that a batch comes to soon: what every step reads; the end of its tokens.
+    void prefetch(int64_t handle) const;
+    void prefetch_tokens(int64_t handle) const;
+
   private:
     struct Walk {
         int64_t full;  // longest hit of the full groups alone, on the grid

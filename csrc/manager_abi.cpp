@@ -1,4 +1,6 @@
 // The kvc_* functions of the block manager: addresses and counts checked, one thread at a time, exceptions kept inside.
+#include <algorithm>
+
 #include "config.h"
 #include "error.h"
 #include "exclusive.h"
@@ -28,11 +30,16 @@ int32_t start_batch(const int64_t* handles, int64_t n, int64_t* done) {
     return check_array("handles", handles, n);
 }
 
-// Calls body(0) to body(n - 1), up to the first that is not KVC_OK.
-template <typename Body>
-int32_t one_by_one(int64_t n, int64_t* done, Body&& body) {
-    for (; *done < n; ++*done)
+// Calls body(0) to body(n - 1), up to the first that is not KVC_OK, and fetch(i) a few before: since the last step everything
+// else may have gone through the caches.
+template <typename Fetch, typename Body>
+int32_t one_by_one(int64_t n, int64_t* done, Fetch&& fetch, Body&& body) {
+    constexpr int64_t kAhead = 4;
+    for (int64_t i = 0; i < std::min(n, kAhead); ++i) fetch(i);
+    for (; *done < n; ++*done) {
+        if (*done + kAhead < n) fetch(*done + kAhead);
         if (const auto status = body(*done)) return status;
+    }
     return KVC_OK;
 }
 
@@ -144,13 +151,14 @@ int32_t kvc_allocate_many(kvc_manager* manager, const int64_t* handles, const in
         if (const auto status = start_batch(handles, n, done)) return status;
         if (const auto status = check_array("n_tokens", n_tokens, n)) return status;
         if (const auto status = check_array("out", out, n)) return status;
+        const auto fetch = [&](int64_t i) { m.prefetch(handles[i]); };
         if (!commit)
-            return one_by_one(n, done, [&](int64_t i) {
+            return one_by_one(n, done, fetch, [&](int64_t i) {
                 return m.allocate(handles[i], n_tokens[i], n_drafts ? n_drafts[i] : 0, &out[i]);
             });
         if (n_drafts) return fail(KVC_E_ARGUMENT, "drafts are committed once it is known which of them are right");
         if (const auto status = n ? m.check_in_step() : KVC_OK) return status;
-        return one_by_one(n, done, [&](int64_t i) {
+        return one_by_one(n, done, fetch, [&](int64_t i) {
             const auto status = m.allocate(handles[i], n_tokens[i], 0, &out[i]);
             return status || out[i].end == out[i].start ? status : m.commit(handles[i], out[i].end);
         });
@@ -161,7 +169,8 @@ int32_t kvc_commit_many(kvc_manager* manager, const int64_t* handles, const int6
     return enter(manager, [&](kvc::Manager& m) {
         if (const auto status = start_batch(handles, n, done)) return status;
         if (const auto status = check_array("upto", upto, n)) return status;
-        return one_by_one(n, done, [&](int64_t i) { return m.commit(handles[i], upto[i]); });
+        const auto fetch = [&](int64_t i) { m.prefetch(handles[i]); };
+        return one_by_one(n, done, fetch, [&](int64_t i) { return m.commit(handles[i], upto[i]); });
     });
 }
 
@@ -180,7 +189,8 @@ int32_t kvc_extend_many(kvc_manager* manager, const int64_t* handles, const int3
             left -= count;
         }
         if (left) return fail(KVC_E_ARGUMENT, "%lld tokens more than the requests get", static_cast<long long>(left));
-        return one_by_one(n, done, [&](int64_t i) {
+        const auto fetch = [&](int64_t i) { m.prefetch_tokens(handles[i]); };
+        return one_by_one(n, done, fetch, [&](int64_t i) {
             const int64_t count = counts ? counts[i] : 1;
             const int32_t* const own = tokens;
             tokens += count;

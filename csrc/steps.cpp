@@ -9,6 +9,8 @@ namespace kvc {
 
 using L = long long;
 
+constexpr int64_t kCacheLine = 64;  // bytes
+
 int32_t Manager::begin_step(int64_t* step) {
     if (static_cast<int64_t>(steps_.size()) >= max_open_steps_)
         return fail(KVC_E_STATE, "%zu steps are open: end step %lld first, or raise max_open_steps", steps_.size(),
@@ -28,6 +30,18 @@ Step* Manager::fence_of(const Request& r) {
 Step* Manager::open_step(int64_t id) {
     const auto at = std::find_if(steps_.begin(), steps_.end(), [id](const Step& step) { return step.id == id; });
     return at == steps_.end() ? nullptr : &*at;
+}
+
+void Manager::prefetch(int64_t handle) const {
+    const Request* r = peek(handle);
+    if (!r) return;
+    const auto* from = reinterpret_cast<const char*>(&r->handle);
+    const auto* end = reinterpret_cast<const char*>(&r->muted);
+    for (; from < end; from += kCacheLine) __builtin_prefetch(from, 1);
+}
+
+void Manager::prefetch_tokens(int64_t handle) const {
+    if (const Request* r = peek(handle)) __builtin_prefetch(r->tokens.data() + r->tokens.size(), 1);
 }
 
 // ---- after a step ---------------------------------------------------------------------------------------------------

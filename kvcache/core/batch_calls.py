@@ -16,6 +16,8 @@ from kvcache.core.values import flag
 
 Numbers = Sequence[int] | NDArray[np.integer]
 
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+
 
 class BatchCalls(ReadCalls):
     """The same as single calls in the order given, up to the first that fails.
@@ -42,14 +44,14 @@ class BatchCalls(ReadCalls):
                 next request is asked for. Not with drafts. Outside a step nothing is granted; where
                 memory runs out in between, that request's grant stands (`info`).
         """
-        wanted = [arrays.flat(tokens, np.int64, "tokens")]
+        wanted = [arrays.flat(tokens, _INT64, "tokens")]
         if drafts is not None:
             if commit:
                 raise ConfigError(
                     "commit=True with drafts: they are committed once it is known which of them are"
                     " right, by commit_many"
                 )
-            wanted.append(arrays.flat(drafts, np.int64, "drafts"))
+            wanted.append(arrays.flat(drafts, _INT64, "drafts"))
         rows = self._rows(handles, *wanted)
         guesses = self._buffer("int64_t", wanted[1]) if drafts is not None else self._ffi.NULL
         grants = np.empty(len(rows), GRANT_DTYPE)
@@ -66,7 +68,7 @@ class BatchCalls(ReadCalls):
 
     def commit_many(self, handles: Numbers, upto: Numbers) -> None:
         """`commit` for each request, up to its own position."""
-        ends = arrays.flat(upto, np.int64, "upto")
+        ends = arrays.flat(upto, _INT64, "upto")
         rows = self._rows(handles, ends)
         self._many(self._lib.kvc_commit_many, rows, self._buffer("int64_t", ends), len(rows))
 
@@ -79,12 +81,12 @@ class BatchCalls(ReadCalls):
             tokens: those of all requests, one request after the other.
             counts: how many each gets; None: one.
         """
-        array = arrays.flat(tokens, np.int32, "tokens")
+        array = arrays.flat(tokens, _INT32, "tokens")
         if counts is None:
             rows, shares = self._rows(handles), self._ffi.NULL
             total = len(rows)
         else:
-            given = arrays.flat(counts, np.int64, "counts")
+            given = arrays.flat(counts, _INT64, "counts")
             rows, shares = self._rows(handles, given), self._buffer("int64_t", given)
             total = sum(given.tolist())
             if len(given) and given.min() < 0:
@@ -104,7 +106,7 @@ class BatchCalls(ReadCalls):
         )
 
     def _rows(self, handles: Numbers, *columns: NDArray[Any]) -> NDArray[np.int64]:
-        rows = arrays.flat(handles, np.int64, "handles")
+        rows = arrays.flat(handles, _INT64, "handles")
         for column in columns:
             if len(column) != len(rows):
                 raise ConfigError(f"{len(column)} values for {len(rows)} handles: give one each")

@@ -363,7 +363,7 @@ class Manager(ExplainCalls):
     def begin_step(self) -> int:
         """Open a step. At most `max_open_steps` are open; they end in order."""
         out = self._ffi.new("int64_t*")
-        self._call(self._lib.kvc_begin_step, out)
+        native.check(self._lib.kvc_begin_step(self._native, out))
         return int(out[0])
 
     def commit(self, handle: int, upto: int) -> None:

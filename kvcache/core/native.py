@@ -115,6 +115,12 @@ def fail(status: int) -> NoReturn:
     raise _ERRORS.get(status, NativeError)(ffi.string(lib.kvc_last_error()).decode())
 
 
+def check(status: int) -> None:
+    """Raise if it is negative. For calls of every step, with arguments that C can take for sure."""
+    if status < 0:
+        fail(status)
+
+
 def call(function: Any, *args: Any) -> int:
     """The status, zero or above. A negative one, or arguments that C cannot take, raise."""
     try:

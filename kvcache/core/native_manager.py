@@ -21,6 +21,8 @@ _POINTERS = {
     KEYED_DTYPE: "kvc_keyed*",
     MOVE_DTYPE: "kvc_move*",
 }
+_ITEMS = ("uint8_t", "int32_t", "uint32_t", "int64_t", "kvc_grant")
+"""What arrays that C reads or fills are made of."""
 _KINDS = {"full": "KVC_FULL", "span": "KVC_SPAN", "state": "KVC_STATE", "private": "KVC_PRIVATE"}
 
 
@@ -44,6 +46,7 @@ class NativeManager:
         self.unlimited = slabs == UNLIMITED
         """Whether pages are made as they are needed, without a bound."""
         self._ffi, self._lib = native.load()
+        self._arrays = {name: self._ffi.typeof(f"{name}[]") for name in _ITEMS}
         self._native = self._create(int(slabs), settings)
 
     def _create(self, slabs: int, settings: dict[str, int]) -> Any:
@@ -103,7 +106,7 @@ class NativeManager:
             out = np.empty(room, dtype)
 
     def _buffer(self, ctype: str, array: NDArray[Any]) -> Any:
-        return self._ffi.from_buffer(f"{ctype}[]", array)
+        return self._ffi.from_buffer(self._arrays[ctype], array)
 
     def _presence(
         self, maps: Sequence[NDArray[np.uint8]] | None, what: str

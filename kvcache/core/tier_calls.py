@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core import arrays
+from kvcache.core import arrays, native
 from kvcache.core.batch_calls import BatchCalls
 from kvcache.core.errors import MisuseError
 from kvcache.core.layout import Geometry
 from kvcache.core.records import KEYED_DTYPE, MOVE_DTYPE
+
+_NO_MOVES = np.empty(0, MOVE_DTYPE)
 
 
 class TierCalls(BatchCalls):
@@ -90,4 +92,8 @@ class TierCalls(BatchCalls):
         `allocate` gave out since is read or written (by a step, a load, a store). May be called
         always: a manager that is not `movable` moves nothing.
         """
-        return self._read(MOVE_DTYPE, self._lib.kvc_take_moves, room=0)
+        n = self._ffi.new("int64_t*")
+        native.check(self._lib.kvc_take_moves(self._native, self._ffi.NULL, 0, n))
+        if not n[0]:
+            return _NO_MOVES
+        return self._read(MOVE_DTYPE, self._lib.kvc_take_moves, room=int(n[0]))

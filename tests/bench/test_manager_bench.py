@@ -185,7 +185,7 @@ def test_a_decode_step_moves_every_request_on_by_one_token(work: Work, preset: s
     work.open_batch(preset, blocks, prompts)
     pool, batch = work._pool, work._batch
     work.decode(5)
-    decode_step(pool, batch)
+    decode_step(pool, np.array(batch), np.ones(3, np.int64), np.zeros(3, np.int32))
     for handle, (_, count) in zip(batch, prompts, strict=True):
         info = pool.info(handle)
         assert (info.tokens, info.computed) == (count + 7, count + 6)
