@@ -85,7 +85,8 @@ class Evicted(NamedTuple):
     bytes_since: int
     """Their bytes: an arena larger by so much would have kept it."""
     remembered: bool
-    """False: nothing is left of the eviction; that it was computed is known from `other`."""
+    """False: nothing is left of the eviction; that it was computed is known from `other`, or, where
+    that is None, to the replay from its trace."""
     other: Other | None = None
     """A request that had computed it."""
 

@@ -190,16 +190,21 @@ def _read(name: str, where: str, values: Mapping[str, object]) -> Model:
 def _quantised_kv(fields: Fields) -> list[str]:
     """What the file says of KV in other types than its weights': engines follow it, `auto` does not.
 
-    Names of compressed-tensors (`kv_cache_scheme`) and of ModelOpt (`kv_cache_quant_algo`).
+    Names of compressed-tensors (`kv_cache_scheme`) and of ModelOpt (`kv_cache_quant_algo`, there or in
+    a section `quantization`; "NONE" where KV has the weights' type).
     """
     if not fields.has("quantization_config"):
         return []
     section = fields.section("quantization_config")
+    told = ["kv_cache_scheme"] if section.has("kv_cache_scheme") else []
+    inner = [section.section("quantization")] if section.has("quantization") else []
+    algorithm = "kv_cache_quant_algo"
+    if any(s.has(algorithm) and s.text(algorithm).upper() != "NONE" for s in (section, *inner)):
+        told.append(algorithm)
     return [
         f"{name}: the file has one, for KV of another type; kv_dtype 'auto' does not follow it,"
         " choose the type that the engine stores"
-        for name in ("kv_cache_scheme", "kv_cache_quant_algo")
-        if section.has(name)
+        for name in told
     ]
 
 
