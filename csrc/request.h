@@ -166,7 +166,8 @@ struct Request : Content {
         }
     };
     mutable std::vector<Resident> resident;  // per group
-    mutable std::array<Served, 3> served;    // visible keys; pending ones too; visible or evicted ones
+    // Visible keys; pending ones too; visible or evicted ones; the first two once more, beside a tier's map.
+    mutable std::array<Served, 5> served;
     Losses losses;
 
     // The last lookup.

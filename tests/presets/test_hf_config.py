@@ -76,6 +76,12 @@ def test_kv_of_the_weights_type_is_no_quantised_kv(none: str | None) -> None:
         assert found.unverified == read_hf_config(LLAMA).unverified
 
 
+@pytest.mark.parametrize("name", ["llama4_text", "jamba", "mamba"])
+def test_another_model_with_a_name_like_a_known_one_is_not_suggested(name: str) -> None:
+    with pytest.raises(InputError, match=f"model type '{name}': what can be read is"):
+        read_hf_config(LLAMA | {"model_type": name, "architectures": None})
+
+
 def test_what_is_recorded_is_what_the_script_has() -> None:
     for name, fields in PUBLISHED.items():
         assert recorded(name) == fields
