@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutate.mutant import Mutant
 
 LAW = "tests/laws/test_law_"
+TIERS = "tests/core/test_manager_tiers.py::"
 
 REPLAYED = (
     "tests/events/test_manager_events.py"
@@ -171,10 +172,7 @@ KEYS = [
         "csrc/lookup.cpp",
         "(block + 1) * of.block_tokens + of.chunk_tokens + of.lead_tokens;",
         "(block + 1) * of.block_tokens;",
-        (
-            "tests/core/test_manager_tiers.py"
-            + "::test_a_window_may_lie_in_the_arena_and_in_the_tier_by_parts",
-        ),
+        (TIERS + "test_a_window_may_lie_in_the_arena_and_in_the_tier_by_parts",),
     ),
     Mutant(
         "a tier's state looked for a grid point too low",
