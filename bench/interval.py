@@ -92,13 +92,14 @@ def suggest_interval(
     candidates = _candidates(geometry, profile, kv_bytes, memory)
     best = _coarsest(candidates, lambda c: c.net_tokens)
     lru = _coarsest(candidates, lambda c: c.lru_net_tokens)
-    size = f"a boundary is as large as {one.total / kv_bytes:,.0f} tokens of KV"
+    kv = "KV" if bytes_per_token(geometry) else "windows"
+    size = f"a boundary is as large as {one.total / kv_bytes:,.0f} tokens of {kv}"
     far = (
         f"in {profile.source} {profile.distant_requests:,} of {profile.requests:,} requests reuse"
         f" text beyond the last kept boundary, half of them {profile.distance_tokens[0]:,} tokens"
         f" or more, a tenth {profile.distance_tokens[1]:,}"
     )
-    cache = f"a cache of {memory / 2**30:,.1f} GiB ({memory / kv_bytes:,.0f} tokens of KV)"
+    cache = f"a cache of {memory / 2**30:,.1f} GiB ({memory / kv_bytes:,.0f} tokens of {kv})"
     reason = (
         f"{size}; {far}. {_said(best, candidates, cache)}. In plain LRU order (a tier below, other"
         f" engines): {_named(lru, geometry)}"

@@ -43,7 +43,15 @@ from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
 from kvcache.core.records import LOSS_CAUSES, Hit
 
-FORGOTTEN = Evicted("", -1, None, None, 0, 0, remembered=False)
+FORGOTTEN = Evicted(
+    group="",
+    position=-1,
+    seconds_ago=None,
+    by=None,
+    pages_since=0,
+    bytes_since=0,
+    remembered=False,
+)
 """Of pages that went longer ago than the table of evicted keys tells."""
 
 
@@ -132,8 +140,8 @@ class Replay:
             journal=self._state_group is not None,
             seed=settings.seed,
         )
-        self.lines: dict[int, int] = {}
-        """Of the file, by the handle of the request: explanations name handles."""
+        self.handle = 0
+        """Of the request served last: explanations name others by their handles."""
         self._ideal = IdealCache(self._geometry.hash_unit_tokens, self._geometry.grid_tokens)
         self._oracle = self._make_oracle() if settings.oracle else None
         self._totals = Totals()
@@ -159,8 +167,7 @@ class Replay:
         keys = request.blocks[self._merge - 1 :: self._merge]
         digests = foreign_digests(keys)
         started = thread_time()
-        handle = self._open(request, digests)
-        self.lines[handle] = request.line
+        handle = self.handle = self._open(request, digests)
         hit = self._manager.lookup(handle)
         looked_up = thread_time()
         explanation = self._manager.explain(handle)

@@ -20,6 +20,7 @@ from kvcache.core.layout import Geometry
 from kvcache.core.values import human_bytes
 from kvcache.presets import Model
 from kvcache.presets.find import find_model
+from kvcache.presets.hf_config import QUANTISED_KV
 from kvcache.presets.layers import CompressedLatent, Full, Indexed, Latent
 
 _GRID_TOKENS = 128
@@ -95,9 +96,15 @@ def size_report(asked: SizeRequest) -> dict[str, Any]:
         "contexts": sessions,
         **_suggestion(suggest_interval(geometry, profile, memory), profile),
         "notes": [*_notes(chosen, geometry, asked), *_too_small(sessions)],
-        "unverified": list(chosen.unverified),
+        "unverified": _unverified(chosen, asked),
         "sources": list(chosen.sources),
     }
+
+
+def _unverified(chosen: Model, asked: SizeRequest) -> list[str]:
+    """Without what the file says of other types of KV, once a type is chosen."""
+    told = chosen.unverified
+    return [t for t in told if asked.kv_dtype == "auto" or not t.startswith(QUANTISED_KV)]
 
 
 def _geometry(chosen: Model, asked: SizeRequest) -> Geometry:

@@ -105,41 +105,73 @@ void Manager::rule_out(const Reopened& again, int64_t from, int64_t hit, Request
     *before = {hit, again.known && !unasked ? std::max(from, before->upto) : from, arena_.appeared()};
 }
 
-// The highest grid point at or below `from` that every sparse group serves. A missing block rules out every position above
-// its begin that it is not past, so each block is looked at once. What an earlier lookup has ruled out stays so until a key
-// appears there.
+// The highest grid point up to `position` at which a hit may read something that a tier has; `least` if none lies above it.
+int64_t Manager::last_present(const Request& r, int64_t position, int64_t least) const {
+    const auto last = [&](int32_t g, int64_t end) {
+        const auto& bytes = r.present[static_cast<size_t>(g)];
+        int64_t i = std::min(end, static_cast<int64_t>(bytes.size())) - 1;
+        while (i >= 0 && !bytes[static_cast<size_t>(i)]) --i;
+        return i;
+    };
+    for (const int32_t g : states_) least = std::max(least, (last(g, position / grid_) + 1) * grid_);
+    for (const int32_t g : spans_) {
+        const GroupRules& of = rules(g);
+        const int64_t block = of.draft() ? -1 : last(g, position / of.block_tokens);
+        if (block < 0) continue;
+        const int64_t reach = (block + 1) * of.block_tokens + of.chunk_tokens + of.lead_tokens;
+        least = std::max(least, std::min(position, reach / grid_ * grid_));
+    }
+    return least;
+}
+
+// Whether every sparse group serves the position; if not, the highest one below that may be. A missing block rules out every
+// position above its begin that it is not past, so that a walk looks at each block once. `seen`, of each span: from here on,
+// up to the position, its blocks were seen.
+int64_t Manager::served_upto(const Request& r, int64_t position, unsigned sources, SeenBlocks* seen) const {
+    for (const int32_t g : states_)
+        if (!state_at(r, g, position, sources)) return position - grid_;
+    for (size_t i = 0; i < spans_.size(); ++i) {
+        const int32_t g = spans_[i];
+        if (rules(g).draft()) continue;
+        const int64_t block = rules(g).block_tokens;
+        const int64_t begin = rules(g).need_begin(position);
+        int64_t& there = (*seen)[static_cast<size_t>(g)];
+        int64_t b = std::min(position, there) / block - 1;
+        while (b >= 0 && (b + 1) * block > begin && block_at(r, g, b, sources)) --b;
+        const bool all = b < 0 || (b + 1) * block <= begin;
+        there = all ? std::min(there, (b + 1) * block) : INT64_MAX;
+        if (!all) return b * block / grid_ * grid_;
+    }
+    return position;
+}
+
+// The highest grid point at or below `from` that every sparse group serves. What an earlier walk has ruled out stays so until a
+// key appears there.
 int64_t Manager::sparse_hit(const Request& r, int64_t from, unsigned sources) const {
-    const bool alone = !(sources & kPresent) || r.present.empty();
-    Request::Served& before = r.served[sources & kPending ? 1 : 0];
-    Reopened again = alone ? reopened(r, before) : Reopened{};
-    std::array<int64_t, kMostGroups> there;  // per span: from here on, up to the position, its blocks were seen
-    there.fill(INT64_MAX);
+    const bool pending = sources & kPending, tiers = sources & kPresent && !r.present.empty();
+    // Walks beside a tier's map begin where the tier's attention ends, not the arena's: they keep a record of their own.
+    Request::Served& before = r.served[(tiers ? 3 : 0) + (pending ? 1 : 0)];
+    Reopened again = reopened(r, before);
+    SeenBlocks seen;
+    seen.fill(INT64_MAX);
     int64_t hit = from;
     while ((hit = not_ruled_out(&again, before, hit)) > 0) {
-        int64_t next = hit;
-        for (const int32_t g : states_)
-            if (!state_at(r, g, hit, sources)) {
-                next = hit - grid_;
-                break;
-            }
-        for (size_t i = 0; i < spans_.size() && next == hit; ++i) {
-            const int32_t g = spans_[i];
-            if (rules(g).draft()) continue;
-            const int64_t block = rules(g).block_tokens;
-            const int64_t begin = rules(g).need_begin(hit);
-            int64_t& seen = there[static_cast<size_t>(g)];
-            int64_t b = std::min(hit, seen) / block - 1;
-            while (b >= 0 && (b + 1) * block > begin && block_at(r, g, b, sources)) --b;
-            const bool all = b < 0 || (b + 1) * block <= begin;
-            seen = all ? std::min(seen, (b + 1) * block) : INT64_MAX;
-            if (!all) next = b * block / grid_ * grid_;
-        }
+        const int64_t next = served_upto(r, hit, sources & ~kPresent, &seen);
         if (next == hit) break;
         hit = next;
     }
     hit = std::max<int64_t>(hit, 0);
-    if (alone) rule_out(again, from, hit, &before);
-    return hit;
+    rule_out(again, from, hit, &before);
+    if (!tiers) return hit;
+    // Above, only what the tier has can make a difference.
+    seen.fill(INT64_MAX);
+    int64_t with = from;
+    while ((with = last_present(r, with, hit)) > hit) {
+        const int64_t next = served_upto(r, with, sources, &seen);
+        if (next == with) break;
+        with = next;
+    }
+    return std::max(with, hit);
 }
 
 Manager::Walk Manager::longest(const Request& r, unsigned sources, int64_t limit) const {

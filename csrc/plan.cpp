@@ -24,7 +24,7 @@ void Manager::add_kept_between(const Request& r, int64_t start, int64_t end, Gro
     std::vector<Kept>& all = *out;
     for (auto at = std::ranges::upper_bound(r.kept, start, {}, &Kept::position);
          at != r.kept.end() && at->position <= end; ++at)
-        all.push_back(*at);
+        if (at->groups & among) all.push_back({at->position, at->groups & among, at->declared});
     GroupSet left = among;  // whose intervals are still to come
     for (int32_t g = 0; g < n_groups_; ++g) {
         const int64_t interval = r.intervals[static_cast<size_t>(g)];

@@ -105,8 +105,8 @@ struct Request : Content {
     uint64_t run = 0;       // counts starts, so that a step's entry of an earlier run is told apart
     size_t entry = 0;       // its place in that step
     SettleAt settle_at;
-    int64_t unread_at =
-        0;  // computed tokens with which a transient group may give up a block; INT64_MAX: with those above
+    // Computed tokens with which a transient group may give up a block; INT64_MAX: with those above.
+    int64_t unread_at = 0;
 
     // Of the current grant.
     bool plan_open = false;  // not committed yet: its pages are still the plan's own
@@ -166,7 +166,8 @@ struct Request : Content {
         }
     };
     mutable std::vector<Resident> resident;  // per group
-    mutable std::array<Served, 3> served;    // visible keys; pending ones too; visible or evicted ones
+    // Visible keys; pending ones too; visible or evicted ones; the first two once more, beside a tier's map.
+    mutable std::array<Served, 5> served;
     Losses losses;
 
     // The last lookup.

@@ -26,7 +26,7 @@ int64_t first_extra(const Content& a, const Content& b, int64_t begin, int64_t e
 
 }  // namespace
 
-// Requests that were there when the request was looked up: closed ones from the newest on, then open ones.
+// Requests that were there when the request was looked up.
 template <typename Visit>
 void Manager::each_other(const Request& r, Visit&& visit) const {
     const auto known = [&](const Content& other) { return other.order <= r.losses.order && other.handle != r.handle; };
@@ -79,14 +79,18 @@ int64_t Manager::computed_before(const Sibling& other, uint64_t tick) {
 
 // The request of the same root with most in common. Of several: one of which more of that was computed, that was open then, of
 // the same session, the newest. `running`: of those alone that held pages when the request was looked up. `differing`: the
-// newest of the several that goes on with something else, if any.
+// first in that order that goes on with something else, if it has as much in common.
 Manager::Sibling Manager::longest_common(const Request& r, bool running, Sibling* differing) const {
     Sibling best;
     const auto position = [](const Sibling& s) { return s.content ? s.difference.position : -1; };
-    const auto rank = [&](const Sibling& s) {
-        return std::array<int64_t, 4>{
-            s.difference.position, std::min(computed_before(s, r.losses.tick), s.difference.position),
-            !s.content->closed || s.content->closed > r.losses.tick, r.session && s.content->session == r.session};
+    const auto before = [&](const Sibling& a, const Sibling& b) {
+        const auto rank = [&](const Sibling& s) {
+            return std::array<int64_t, 5>{s.difference.position,
+                                          std::min(computed_before(s, r.losses.tick), s.difference.position),
+                                          !s.content->closed || s.content->closed > r.losses.tick,
+                                          r.session && s.content->session == r.session, s.content->order};
+        };
+        return b.content && (!a.content || rank(a) < rank(b));
     };
     each_other(r, [&](Sibling other) {
         const Content& content = *other.content;
@@ -96,8 +100,8 @@ Manager::Sibling Manager::longest_common(const Request& r, bool running, Sibling
         other.links = common_links(r, content, best.links);
         other.difference = difference(r, content, other.links);
         const bool goes_on = other.difference.kind != Difference::kEnd;
-        if (differing && goes_on && position(other) > position(*differing)) *differing = other;
-        if (!best.content || rank(other) > rank(best)) best = other;
+        if (differing && goes_on && before(*differing, other)) *differing = other;
+        if (before(best, other)) best = other;
     });
     if (differing && position(*differing) < position(best)) *differing = {};
     return best;

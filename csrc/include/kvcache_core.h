@@ -316,7 +316,8 @@ typedef struct {
 /* Why the last kvc_lookup of a request, which may run by now, lost what it did: ascending, from hit_tokens to n_tokens.
  * *n = how many; writes at most cap. elsewhere: NULL, or as `present` of kvc_lookup: what somebody holds that was not
  * asked. Others are known while they are open, and as long as kvc_config.history_tokens remembers them. O(known
- * requests), and the common part of requests with another root. */
+ * requests * log of their blocks + blocks that were lost + items of open loads), and the common part of requests with
+ * another root. */
 int32_t kvc_explain(kvc_manager* manager, int64_t handle, const uint8_t* const* elsewhere, const int64_t* n_elsewhere,
                     kvc_explained* out, kvc_loss* losses, int64_t cap, int64_t* n);
 

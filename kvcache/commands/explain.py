@@ -29,6 +29,8 @@ MOST_TOP = 10_000
 class Explained(NamedTuple):
     """One request of the trace and what it lost."""
 
+    number: int
+    """In the order of the replay, the first is 1. Lines can be played more than once (`--lanes`)."""
     request: TraceRequest
     explanation: Explanation
 
@@ -46,6 +48,7 @@ class Explained(NamedTuple):
         """As JSON."""
         request, explanation = self.request, self.explanation
         return {
+            "request": self.number,
             "line": request.line,
             "session": request.session,
             "agent": request.agent,
@@ -69,14 +72,16 @@ class Explained(NamedTuple):
         request, explanation = self.request, self.explanation
         session = f", session {request.session!r}" if request.session else ""
         head = (
-            f"line {request.line}{session}: {explanation.hit_tokens:,} of"
+            f"request {self.number} (line {request.line}{session}): {explanation.hit_tokens:,} of"
             f" {explanation.prompt_tokens:,} tokens were hit"
         )
         return [head, *(f"  {line}" for line in lines(explanation))]
 
 
 def plain(value: object) -> Any:
-    """Records as objects, by the names of their fields."""
+    """Records as objects, by the names of their fields; of another request its number."""
+    if isinstance(value, Other):
+        return {"request" if k == "handle" else k: v for k, v in value._asdict().items()}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return {name: plain(field) for name, field in value._asdict().items()}
     if isinstance(value, tuple):
@@ -98,8 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--request",
         type=whole_number,
-        metavar="LINE",
-        help="show the request on this line of the trace alone; the replay ends with it",
+        metavar="N",
+        help="show the request alone that is played as number N; the replay ends with it",
     )
 
 
@@ -108,17 +113,19 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.top <= MOST_TOP:
         raise ConfigError(f"--top is {args.top}: it must be from 0 to {MOST_TOP}")
     if args.request is not None and args.request < 1:
-        raise ConfigError(f"--request is {args.request}: lines count from 1")
+        raise ConfigError(f"--request is {args.request}: requests count from 1")
     started = time.perf_counter()
     replay, requests = open_replay(args)
     worst: list[tuple[int, int, Explained]] = []
+    numbers: dict[int, int] = {}  # by handle
     count = 0
     with Progress() as progress:
         for count, request in enumerate(requests, 1):
-            explained = Explained(request, replay.serve(request))
+            explained = Explained(count, request, replay.serve(request))
+            numbers[replay.handle] = count
             progress.update(f"explain: {count} requests, {time.perf_counter() - started:.0f} s")
             if args.request is not None:
-                if request.line != args.request:
+                if count != args.request:
                     continue
                 worst = [(0, 0, explained)]
                 break
@@ -126,13 +133,9 @@ def run(args: argparse.Namespace) -> int:
                 entry = (explained.avoidable, -count, explained)
                 (heapq.heappush if len(worst) < args.top else heapq.heappushpop)(worst, entry)
     if args.request is not None and not worst:
-        there = replay.lines.values()
-        raise ConfigError(
-            f"--request {args.request}: none of the {count} replayed requests of {args.trace} is on"
-            f" that line; they are on lines {min(there, default=0)} to {max(there, default=0)}"
-        )
+        raise ConfigError(f"--request {args.request}: {args.trace} has {count} requests to replay")
     shown = [
-        explained._replace(explanation=by_line(explained.explanation, replay.lines))
+        explained._replace(explanation=numbered(explained.explanation, numbers))
         for _, _, explained in sorted(worst, reverse=True)
     ]
     report = replay.report() | {
@@ -147,12 +150,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def by_line(explanation: Explanation, lines: Mapping[int, int]) -> Explanation:
-    """Other requests have their lines of the file for handles, as `--request` takes them."""
+def numbered(explanation: Explanation, numbers: Mapping[int, int]) -> Explanation:
+    """Other requests have their numbers for handles, as `--request` takes them."""
     losses = []
     for loss in explanation.losses:
         named: dict[str, Any] = {
-            field: value._replace(handle=lines.get(value.handle, 0))
+            field: value._replace(handle=numbers.get(value.handle, 0))
             for field, value in loss.evidence._asdict().items()
             if isinstance(value, Other)
         }

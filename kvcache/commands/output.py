@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import stat
 import sys
 import time
@@ -50,9 +51,7 @@ def emit_json(value: object) -> None:
 def require_writable(path: str) -> None:
     """Said before minutes are spent, not after. `ConfigError` names `--output`."""
     target = Path(path)
-    folder = Path(
-        os.path.realpath(path)
-    ).parent  # Path.resolve raises RuntimeError for a link to itself
+    folder = Path(os.path.realpath(path)).parent  # Path.resolve fails for a link to itself
     if not path or target.is_dir():
         raise ConfigError(f"--output {path!r} is a folder: give the path of a file")
     if not folder.is_dir():
@@ -99,11 +98,10 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _replace(target: Path, data: bytes) -> None:
-    beside = target.with_name(
-        f".kvcache-{os.getpid()}.tmp"
-    )  # its own name may be as long as names can be
+    # Not the target's name and more, which may be longer than names can be.
+    beside = target.with_name(f".kvcache-{secrets.token_hex(8)}.tmp")
     try:
-        with beside.open("wb") as stream:
+        with beside.open("xb") as stream:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())

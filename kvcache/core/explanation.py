@@ -83,9 +83,11 @@ class Evicted(NamedTuple):
     pages_since: int
     """Pages of all groups that were evicted from then on until the lookup."""
     bytes_since: int
-    """Their bytes: an arena larger by so much would have kept it."""
+    """Their bytes: an arena that keeps it is larger by so much at least. By more where the page was a
+    superseded one, which goes before all others, or where other pages of the loss went before it."""
     remembered: bool
-    """False: nothing is left of the eviction; that it was computed is known from `other`."""
+    """False: nothing is left of the eviction; that it was computed is known from `other`, or, where
+    that is None, to the replay from its trace."""
     other: Other | None = None
     """A request that had computed it."""
 

@@ -175,7 +175,9 @@ def _read(name: str, where: str, values: Mapping[str, object]) -> Model:
     if model_type is None:
         named = ", ".join(shown(t) for t in dict.fromkeys(types))
         found = f"model type {named}" if types else "no model_type"
-        like = alike(types[0], known_types()) if types else ""
+        like = (
+            alike(types[0], known_types(), least=0.9) if types else ""
+        )  # a close one is another model
         raise fields.error(f"{found}{like}: what can be read is {', '.join(known_types())}")
     inner = inner.of_class(CLASS_DEFAULTS.get(model_type))
     layers = _READERS[model_type](inner)
@@ -187,19 +189,28 @@ def _read(name: str, where: str, values: Mapping[str, object]) -> Model:
     )
 
 
+QUANTISED_KV = ("kv_cache_scheme", "kv_cache_quant_algo")
+"""Fields of a config.json that say that KV is of another type than the weights."""
+
+
 def _quantised_kv(fields: Fields) -> list[str]:
     """What the file says of KV in other types than its weights': engines follow it, `auto` does not.
 
-    Names of compressed-tensors (`kv_cache_scheme`) and of ModelOpt (`kv_cache_quant_algo`).
+    Names of compressed-tensors (`kv_cache_scheme`) and of ModelOpt (`kv_cache_quant_algo`, there or in
+    a section `quantization`; "NONE" where KV has the weights' type).
     """
     if not fields.has("quantization_config"):
         return []
     section = fields.section("quantization_config")
+    scheme, algorithm = QUANTISED_KV
+    told = [scheme] if section.has(scheme) else []
+    inner = [section.section("quantization")] if section.has("quantization") else []
+    if any(s.has(algorithm) and s.text(algorithm).upper() != "NONE" for s in (section, *inner)):
+        told.append(algorithm)
     return [
         f"{name}: the file has one, for KV of another type; kv_dtype 'auto' does not follow it,"
         " choose the type that the engine stores"
-        for name in ("kv_cache_scheme", "kv_cache_quant_algo")
-        if section.has(name)
+        for name in told
     ]
 
 

@@ -65,7 +65,7 @@ def test_without_a_peer_all_of_ours_is_measured() -> None:
         assert 0 < figures["min"] <= figures["median"] <= figures["max"], name
     repeats = {name: row["ours"]["repeats"] for name, row in report["work"].items()}
     assert repeats["allocate_commit_1m_b16"] == repeats["free_1m_b16"] == manager.PROMPTS
-    assert repeats["bytes_per_cached_block"] == 1
+    assert repeats["bytes_per_cached_block"] == repeats["bytes_per_held_block"] == 1
     assert repeats["lookup_hit_1m_b16"] == repeats["lookup_blocked_1m"] == 2
     assert report["linearity"] > 0
     assert report["lookup_blocked_1m_ms"] > 0
@@ -77,7 +77,6 @@ def test_without_a_peer_all_of_ours_is_measured() -> None:
 def test_the_peer_stands_beside_ours(pretended: Callable[..., dict[str, Any]]) -> None:
     report = run(**pretended())
     expected = set(ABOUT) - OURS_ALONE | {"decode_step_256"}
-    expected |= {f"bytes_per_cached_block_{name}" for name in ("closed", "with_records")}
     assert set(report["ratios"]) == expected
     assert set(TARGETS) < expected
     assert report["targets"] == TARGETS
@@ -106,7 +105,9 @@ def test_only_a_run_of_full_size_is_held_against_what_is_aimed_at(
 ) -> None:
     report = run(**pretended())
     ratios = {**report["ratios"], "lookup_hit_1m_b16": 20.0, "free_1m_b16": 19.9}
-    lines = describe({**report, "peer": {"vllm": "0.0"}, "ratios": ratios, "tokens": 1_000_000})
+    full = {**report, "peer": {"vllm": "0.0"}, "ratios": ratios, "tokens": 1_000_000}
+    full |= {"linearity": 2.1, "lookup_blocked_1m_ms": 0.25}
+    lines = describe(full)
     assert lines[1].split() == ["ours", "vLLM", "0.0", "ratio", "at", "least"]
     (lookup,) = (line for line in lines if line.startswith("full-hit"))
     (free,) = (line for line in lines if line.startswith("free"))
@@ -114,6 +115,13 @@ def test_only_a_run_of_full_size_is_held_against_what_is_aimed_at(
     assert free.split()[-3:] == ["19.9", "20", "missed"]
     (verdict,) = (line for line in lines if line.startswith("2N"))
     assert verdict.endswith("as long as N (at most 2.2)")
+    (verdict,) = (line for line in lines if line.startswith("a blocked request"))
+    assert verdict.endswith("in 0.250 ms (at most 0.2, missed)")
+    (decode,) = (line for line in lines if line.startswith("decode step"))
+    assert "40" not in decode.split()  # of another batch
+    lines = describe({**full, "decode_requests": 256})
+    (decode,) = (line for line in lines if line.startswith("decode step"))
+    assert "40" in decode.split()
 
 
 def test_a_run_without_a_peer_has_no_columns_of_one() -> None:

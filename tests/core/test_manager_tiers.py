@@ -19,7 +19,7 @@ from core.managing import (
     text,
 )
 
-from kvcache import Manager, Sparse
+from kvcache import FullAttention, Geometry, Manager, SlidingWindow, Sparse
 from kvcache.core.errors import CapacityError, ConfigError
 from kvcache.core.events.runs import StoredRun
 from kvcache.core.records import UNLIMITED
@@ -93,6 +93,28 @@ def test_a_failed_part_of_a_load_shortens_the_prefix_exactly() -> None:
     assert m.info(handle).state == "waiting"
     assert m.lookup(handle).hit_tokens == 8
     assert counts(m) == (1, 3, 0)  # block 16 is there too: a later load need not fetch it
+    m.check()
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_a_window_may_lie_in_the_arena_and_in_the_tier_by_parts(lost: int) -> None:
+    window = SlidingWindow(name="w", layers=1, kv_heads=1, head_dim=4, window=10, block_tokens=4)
+    attention = FullAttention(name="a", layers=1, kv_heads=1, head_dim=4, block_tokens=4)
+    m = Manager(Geometry((attention, window)), slabs=UNLIMITED, retention=Sparse())
+    handle = m.open(text(33))
+    m.lookup(handle, all_present(m, 33))
+    grant = granted(m.allocate(handle, 1))
+    items = m.load_items(grant.load)
+    ends = items["end"][items["group"] == 1].tolist()
+    assert ends == [24, 28, 32]
+    there = (items["group"] == 0) | (items["end"] != ends[lost])
+    m.end_load(grant.load, there.astype(np.uint8))
+    assert m.lookup(handle).hit_tokens == 0
+    present = [np.zeros(8, np.uint8), np.zeros(8, np.uint8)]
+    present[1][ends[lost] // 4 - 1] = 1
+    for _ in range(2):
+        found = m.lookup(handle, present)
+        assert (found.hit_tokens, found.device_tokens) == (32, 0)
     m.check()
 
 

@@ -340,6 +340,32 @@ def test_the_request_with_most_in_common_is_the_one() -> None:
     assert evidence.other.handle != near
 
 
+@pytest.mark.parametrize("closed", [0, 1, 2, 3])
+def test_of_several_with_as_much_in_common_the_newest_is_named(closed: int) -> None:
+    """Of those that let go of what they had computed, if there are any."""
+    m = full()
+    same = [*text(14), *text(20, 200)]
+    handles = [m.open(same) for _ in range(3)]
+    for handle in handles:
+        compute(m, handle, len(same))
+    for handle in handles[:closed]:
+        m.finish(handle)
+    evidence = only(explain(m, [*text(15), *text(20, 500)]), "tokens_differ").evidence
+    assert isinstance(evidence, TokensDiffer)
+    assert evidence.other.handle == handles[closed - 1]
+
+
+def test_one_request_is_named_for_one_difference() -> None:
+    """An open one and a closed one that differ at the same place: both parts of the loss name one."""
+    m = full()
+    serve(m, [*text(16), *text(32, 200)])
+    newer = m.open([*text(16), *text(32, 300)])
+    compute(m, newer, 16)
+    found = explain(m, [*text(16), *text(32, 500)])
+    named = {loss.evidence.other.handle for loss in found.losses if hasattr(loss.evidence, "other")}
+    assert len(named) == 1
+
+
 def test_foreign_keys_tell_the_first_block_that_differs() -> None:
     m = full()
     handle = m.open_foreign(keys(1, 2, 3, 4), prompt_tokens=16, session="trace")

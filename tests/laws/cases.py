@@ -18,6 +18,7 @@ from kvcache.core.specs import (
     CrossAttention,
     FullAttention,
     GroupSpec,
+    IndexedAttention,
     LatentAttention,
     LatentWindow,
     PoolingState,
@@ -60,6 +61,20 @@ def full(
         element_bytes=1,
         lookahead_tokens=draft,
         dcp_shards=shards,
+    )
+
+
+def indexed(name: str, block_tokens: int) -> IndexedAttention:
+    """A page has 8 bytes for each of its tokens, two of them its index key's."""
+    return IndexedAttention(
+        name=name,
+        layers=1,
+        kv_heads=1,
+        head_dim=3,
+        index_dim=2,
+        block_tokens=block_tokens,
+        element_bytes=1,
+        index_element_bytes=1,
     )
 
 
@@ -149,7 +164,7 @@ GROUPS: dict[str, tuple[GroupSpec, ...]] = {
     "gemma": (full("a", 4), *(window(f"w{i}", 6, 4, width=8) for i in range(3))),
     "kimi": (latent("a"), state("s", 112), state("t", 112)),
     "deepseek": DEEPSEEK,
-    "three kinds": (full("a", 8), window("w", 13, 4), state("s", 128)),
+    "three kinds": (indexed("a", 8), window("w", 13, 4), state("s", 128)),
     "chunked": (full("a", 4), chunked("c")),
     "window": (window("w", 7, 2),),
     "private": (full("a", 4), RING, CROSS),
@@ -172,7 +187,8 @@ GEOMETRIES = {
     **{f"{name} + draft": geometry(*GROUPS[name], draft) for name, draft in DRAFTS.items()},
 }
 """Scaled down. `two sizes` and `coprime` differ in hash unit and grid: 2 and 4, 2 and 12; `hybrid`
-stands for Qwen3.5 (GDN and full), `kimi` for Kimi K3 (MLA and KDA), `deepseek` for DeepSeek V4."""
+stands for Qwen3.5 (GDN and full), `kimi` for Kimi K3 (MLA and KDA), `deepseek` for DeepSeek V4,
+`three kinds` has index keys as MiniMax M3 does."""
 
 ONE_SIZE = {
     "state": geometry(full("a", 4), state("s", 32)),
@@ -248,13 +264,14 @@ class Turn(NamedTuple):
         return [*head, *self.tail]
 
 
+MOST_CUT, MOST_TAIL, MOST_OUTPUT = 50, 20, 9
+LONGEST_TURN_TOKENS = MOST_CUT + MOST_TAIL + MOST_OUTPUT
 turns = st.builds(
     Turn,
     parent=st.integers(0, 5),
-    cut=st.integers(0, 50),
-    tail=texts(20),
-    output=texts(9, least=0),
+    cut=st.integers(0, MOST_CUT),
+    tail=texts(MOST_TAIL),
+    output=texts(MOST_OUTPUT, least=0),
     chunks=chunk_plans,
 )
-LONGEST_TURN_TOKENS = 50 + 20 + 9
 histories = st.lists(turns, min_size=1, max_size=5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutate.mutant import Mutant
 
 LAW = "tests/laws/test_law_"
+TIERS = "tests/core/test_manager_tiers.py::"
 
 REPLAYED = (
     "tests/events/test_manager_events.py"
@@ -162,9 +163,23 @@ KEYS = [
     Mutant(
         "block of a window taken for one that was seen",
         "csrc/lookup.cpp",
-        "seen = all ? std::min(seen, (b + 1) * block) : INT64_MAX;",
-        "seen = all ? std::min(seen, b * block) : INT64_MAX;",
+        "there = all ? std::min(there, (b + 1) * block) : INT64_MAX;",
+        "there = all ? std::min(there, b * block) : INT64_MAX;",
         (LAW + "04_windows.py::test_law_04_the_hit_of_several_windows_equals_brute_force",),
+    ),
+    Mutant(
+        "a tier's block of a window taken for one that no later position reads",
+        "csrc/lookup.cpp",
+        "(block + 1) * of.block_tokens + of.chunk_tokens + of.lead_tokens;",
+        "(block + 1) * of.block_tokens;",
+        (TIERS + "test_a_window_may_lie_in_the_arena_and_in_the_tier_by_parts",),
+    ),
+    Mutant(
+        "a tier's state looked for a grid point too low",
+        "csrc/lookup.cpp",
+        "(last(g, position / grid_) + 1) * grid_",
+        "last(g, position / grid_) * grid_",
+        ("tests/laws/test_machine.py::TestManagerMachine",),
     ),
     Mutant(
         "what appeared above where a walk began taken for asked",

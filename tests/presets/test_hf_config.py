@@ -62,8 +62,24 @@ def test_quantised_kv_of_the_file_is_named(told: dict[str, Any]) -> None:
     assert [text.split(":")[0] for text in found.unverified[len(plain.unverified) :]] == list(told)
     inside = read_hf_config({"text_config": LLAMA | {"quantization_config": told}})
     assert inside.unverified == found.unverified
+    nested = {"quantization_config": {"quantization": told}}
+    if "kv_cache_quant_algo" in told:
+        assert read_hf_config(LLAMA | nested).unverified == found.unverified
     with pytest.raises(InputError, match="quantization_config is 8: expected an object"):
         read_hf_config(LLAMA | {"quantization_config": 8})
+
+
+@pytest.mark.parametrize("none", ["NONE", "none", None])
+def test_kv_of_the_weights_type_is_no_quantised_kv(none: str | None) -> None:
+    for told in ({"kv_cache_quant_algo": none}, {"quantization": {"kv_cache_quant_algo": none}}):
+        found = read_hf_config(LLAMA | {"quantization_config": told})
+        assert found.unverified == read_hf_config(LLAMA).unverified
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "jamba", "mamba"])
+def test_another_model_with_a_name_like_a_known_one_is_not_suggested(name: str) -> None:
+    with pytest.raises(InputError, match=f"model type '{name}': what can be read is"):
+        read_hf_config(LLAMA | {"model_type": name, "architectures": None})
 
 
 def test_what_is_recorded_is_what_the_script_has() -> None:

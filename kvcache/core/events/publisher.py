@@ -293,6 +293,5 @@ class EventPublisher:
             self._batches += 1
             self._bytes += len(payload)
             self._seq += 1
-            self._sockets.pub.send_multipart(
-                (self._topic, number, payload)
-            )  # counted, once it is there
+            # Last: who has received it finds it counted.
+            self._sockets.pub.send_multipart((self._topic, number, payload))
