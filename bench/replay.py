@@ -72,8 +72,7 @@ def with_forgotten(explanation: Explanation, stored_tokens: int) -> Explanation:
     losses = []
     for loss in explanation.losses:
         stored = min(max(stored_tokens, loss.start), loss.end)
-        # Without full attention a lookup cannot tell that the rest was computed; the manager knows that it was not kept.
-        if loss.told != "not_stored" or loss.cause == "no_state" or stored == loss.start:
+        if loss.cause not in ("not_stored", "tokens_differ") or stored == loss.start:
             losses.append(loss)
             continue
         losses.append(loss._replace(cause="evicted", end=stored, evidence=FORGOTTEN))
