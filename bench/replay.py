@@ -71,7 +71,7 @@ def with_forgotten(explanation: Explanation, stored_tokens: int) -> Explanation:
     losses = []
     for loss in explanation.losses:
         stored = min(max(stored_tokens, loss.start), loss.end)
-        if loss.told != "not_stored" or stored == loss.start:
+        if loss.cause not in ("not_stored", "tokens_differ") or stored == loss.start:
             losses.append(loss)
             continue
         losses.append(loss._replace(cause="evicted", end=stored, evidence=FORGOTTEN))

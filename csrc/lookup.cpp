@@ -106,10 +106,12 @@ void Manager::rule_out(const Reopened& again, int64_t from, int64_t hit, Request
 }
 
 // The highest grid point up to `position` at which a hit may read something that a tier has; `least` if none lies above it.
-int64_t Manager::last_present(const Request& r, int64_t position, int64_t least) const {
+// Asked for ever lower ones: `found`, of each group, is where its map has something last, so that all of it is gone over once.
+int64_t Manager::last_present(const Request& r, int64_t position, int64_t least, GroupPlaces* found) const {
     const auto last = [&](int32_t g, int64_t end) {
         const auto& bytes = r.present[static_cast<size_t>(g)];
-        int64_t i = std::min(end, static_cast<int64_t>(bytes.size())) - 1;
+        int64_t& i = (*found)[static_cast<size_t>(g)];
+        if (i >= end) i = std::min(end, static_cast<int64_t>(bytes.size())) - 1;
         while (i >= 0 && !bytes[static_cast<size_t>(i)]) --i;
         return i;
     };
@@ -127,7 +129,7 @@ int64_t Manager::last_present(const Request& r, int64_t position, int64_t least)
 // Whether every sparse group serves the position; if not, the highest one below that may be. A missing block rules out every
 // position above its begin that it is not past, so that a walk looks at each block once. `seen`, of each span: from here on,
 // up to the position, its blocks were seen.
-int64_t Manager::served_upto(const Request& r, int64_t position, unsigned sources, SeenBlocks* seen) const {
+int64_t Manager::served_upto(const Request& r, int64_t position, unsigned sources, GroupPlaces* seen) const {
     for (const int32_t g : states_)
         if (!state_at(r, g, position, sources)) return position - grid_;
     for (size_t i = 0; i < spans_.size(); ++i) {
@@ -152,7 +154,7 @@ int64_t Manager::sparse_hit(const Request& r, int64_t from, unsigned sources) co
     // Walks beside a tier's map begin where the tier's attention ends, not the arena's: they keep a record of their own.
     Request::Served& before = r.served[(tiers ? 3 : 0) + (pending ? 1 : 0)];
     Reopened again = reopened(r, before);
-    SeenBlocks seen;
+    GroupPlaces seen;
     seen.fill(INT64_MAX);
     int64_t hit = from;
     while ((hit = not_ruled_out(&again, before, hit)) > 0) {
@@ -165,8 +167,9 @@ int64_t Manager::sparse_hit(const Request& r, int64_t from, unsigned sources) co
     if (!tiers) return hit;
     // Above, only what the tier has can make a difference.
     seen.fill(INT64_MAX);
+    GroupPlaces found = seen;
     int64_t with = from;
-    while ((with = last_present(r, with, hit)) > hit) {
+    while ((with = last_present(r, with, hit, &found)) > hit) {
         const int64_t next = served_upto(r, with, sources, &seen);
         if (next == with) break;
         with = next;

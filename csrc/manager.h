@@ -126,9 +126,9 @@ class Manager final : private KeyListener {
     int64_t not_ruled_out(Reopened* again, const Request::Served& before, int64_t position) const;
     void rule_out(const Reopened& again, int64_t from, int64_t hit, Request::Served* before) const;
     int64_t last_sparse_known(const Request& r, int64_t from, int64_t least) const;
-    using SeenBlocks = std::array<int64_t, kMostGroups>;
-    int64_t last_present(const Request& r, int64_t position, int64_t least) const;
-    int64_t served_upto(const Request& r, int64_t position, unsigned sources, SeenBlocks* seen) const;
+    using GroupPlaces = std::array<int64_t, kMostGroups>;
+    int64_t last_present(const Request& r, int64_t position, int64_t least, GroupPlaces* found) const;
+    int64_t served_upto(const Request& r, int64_t position, unsigned sources, GroupPlaces* seen) const;
     int64_t sparse_hit(const Request& r, int64_t from, unsigned sources) const;
     Walk longest(const Request& r, unsigned sources, int64_t limit) const;
     void attribute_losses(const Request& r, const Walk& walk, const Walk& pending, Request::Losses* out) const;

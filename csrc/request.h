@@ -91,7 +91,8 @@ struct SettleAt {
 };
 
 struct Request : Content {
-    // First what every step reads, beside the end of the content: few cache lines of the many.
+    // First what every step reads, beside the end of the content: few cache lines of the many, from `handle` up to `muted`
+    // (Manager::prefetch).
     int64_t max_tokens = 0;
     RequestState state = RequestState::kWaiting;
     int32_t blockage = 0;  // why the last allocate had no space: kvc_blockage

@@ -50,7 +50,7 @@ def repo_root() -> Path:
 
 @pytest.fixture(scope="session")
 def trace_dir() -> Path:
-    """The real traces, where they are kept; the test is skipped without them."""
+    """The folder of the real traces; `require` says what is missing where there is none."""
     folder = ROOT.parent / "shared" / "data"
     if not (folder / "mooncake_conversation.jsonl.gz").is_file():
         require("traces", f"there are no traces in {folder}")

@@ -100,8 +100,7 @@ def _evicted(e: Evicted, *_: object) -> str:
     by = f" for {name(e.by)}" if e.by is not None and e.by.handle else ""
     return (
         f"{text}: evicted {seconds(e.seconds_ago)} ago{by}; {e.pages_since:,} pages"
-        f" ({human_bytes(e.bytes_since)}) went from then on until the lookup: what keeps it is"
-        " larger by that at least"
+        f" ({human_bytes(e.bytes_since)}) went from then on until the lookup"
     )
 
 

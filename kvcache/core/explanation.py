@@ -81,10 +81,10 @@ class Evicted(NamedTuple):
     by: Other | None
     """The request that the page was taken for."""
     pages_since: int
-    """Pages of all groups that were evicted from then on until the lookup."""
+    """Pages of all groups that were evicted from then on until the lookup, each time that one was."""
     bytes_since: int
-    """Their bytes: an arena that keeps it is larger by so much at least. By more where the page was a
-    superseded one, which goes before all others, or where other pages of the loss went before it."""
+    """Their bytes. No size to buy: what came back and went again counts each time, and a superseded
+    page goes before all others in a larger arena, too."""
     remembered: bool
     """False: nothing is left of the eviction; that it was computed is known from `other`, or, where
     that is None, to the replay from its trace."""

@@ -92,18 +92,16 @@ class NativeManager:
     ) -> NDArray[Any]:
         """The array that a function writes to its last three arguments: out, cap, n.
 
-        room: for how many at first; 0 where there are none, mostly.
+        room: for how many at first.
         """
         ffi, n = self._ffi, self._ffi.new("int64_t*")
-        out, pointer = np.empty(room, dtype), ffi.NULL
         while True:
-            if room:
-                pointer = ffi.cast(_POINTERS[out.dtype], ffi.from_buffer(out))
+            out = np.empty(room, dtype)
+            pointer = ffi.cast(_POINTERS[out.dtype], ffi.from_buffer(out))
             self._call(function, *args, pointer, room, n)
             if n[0] <= room:
                 return out[: n[0]]
             room = int(n[0])
-            out = np.empty(room, dtype)
 
     def _buffer(self, ctype: str, array: NDArray[Any]) -> Any:
         return self._ffi.from_buffer(self._arrays[ctype], array)

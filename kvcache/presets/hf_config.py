@@ -175,9 +175,8 @@ def _read(name: str, where: str, values: Mapping[str, object]) -> Model:
     if model_type is None:
         named = ", ".join(shown(t) for t in dict.fromkeys(types))
         found = f"model type {named}" if types else "no model_type"
-        like = (
-            alike(types[0], known_types(), least=0.9) if types else ""
-        )  # a close one is another model
+        # Only another spelling is meant: a name that is merely close is another model.
+        like = alike(types[0], known_types(), least=0.9) if types else ""
         raise fields.error(f"{found}{like}: what can be read is {', '.join(known_types())}")
     inner = inner.of_class(CLASS_DEFAULTS.get(model_type))
     layers = _READERS[model_type](inner)

@@ -23,7 +23,7 @@ from kvcache.bench.traces import TraceRequest
 from kvcache.core.errors import CapacityError, ConfigError
 from kvcache.core.layout import Geometry
 from kvcache.core.native_manager import most_slabs
-from kvcache.core.specs import FullAttention, RingBuffer
+from kvcache.core.specs import FullAttention, RingBuffer, SlidingWindow
 
 # ---- against naive models ------------------------------------------------------------------------
 
@@ -51,6 +51,25 @@ def test_an_unbounded_pool_hits_as_the_ideal_cache_does(seed: int) -> None:
         assert report["hit_tokens"] == sum(naive_lru(requests, merge, 10**6))
         assert report["hit_rate"] == report["ideal_hit_rate"]
         assert report["lost_tokens_by_cause"]["evicted"] == 0
+
+
+@pytest.mark.parametrize("pool_tokens", [None, 1000 * BLOCK])
+def test_without_full_attention_what_was_not_kept_is_not_taken_for_evicted(
+    pool_tokens: int | None,
+) -> None:
+    window = SlidingWindow(
+        name="w", layers=1, kv_heads=1, head_dim=8, window=BLOCK + 1, block_tokens=BLOCK
+    )
+    paths = ([0, 1, 2, 3, 4, 5], [0, 1, 2, 8, 9])
+    requests = [
+        TraceRequest(n, float(n), "", 0, len(path) * BLOCK + 1, 1, np.array(path, np.int64))
+        for n, path in enumerate(paths)
+    ]
+    settings = ReplaySettings(block_tokens=BLOCK, pool_tokens=pool_tokens, retention_tokens=0)
+    hits, report = serve_all(requests, settings, geometry=Geometry((window,)))
+    assert hits == [0, 0]
+    lost = report["lost_tokens_by_cause"]
+    assert (lost["evicted"], lost["no_state"]) == (0, 3 * BLOCK)
 
 
 @pytest.mark.parametrize("interval", [None, 0, BLOCK, 3 * BLOCK])
