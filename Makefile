@@ -8,6 +8,8 @@ CPP := $(CORE) $(wildcard csrc/tests/*.cpp csrc/tests/*.h)
 SOURCES := CMakeLists.txt csrc/exports.map $(CORE)
 # ThreadSanitizer of older compilers cannot cope with much randomness in addresses.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+# Tests of one file run in one process; ARGS="-n 0" for all of them in this one, as a debugger needs it.
+WORKERS := -n logical --maxprocesses=4 --dist loadfile
 # How many times longer the random tests of `sanitize` and `soak` run.
 SCALE ?= 1
 CONSTRAINED := $(PIP) install -c constraints-dev.txt
@@ -33,7 +35,7 @@ demo: $(READY) $(MODEL)  ## play multi-turn sessions on a small model (options: 
 	@$(BIN)/kvcache demo $(ARGS)
 
 test: lint $(MODEL)  ## lint, types, import floors, all tests (pytest options: ARGS="...")
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 integration: sanitize  ## what takes longer, or needs heavier environments
 
@@ -51,7 +53,7 @@ sanitize-%: $(READY)
 
 soak: SCALE := 10
 soak: $(MODEL)  ## ten times more of every random test: an hour or so
-	KVCACHE_TEST_SCALE=$(SCALE) $(BIN)/python -m pytest --timeout=3600 $(ARGS)
+	KVCACHE_TEST_SCALE=$(SCALE) $(BIN)/python -m pytest $(WORKERS) --timeout=3600 $(ARGS)
 	$(MAKE) sanitize SCALE=$(SCALE)
 
 mutate: $(READY)  ## small faults, one at a time, each of which a test must notice (options: ARGS="...")

@@ -24,6 +24,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("kvcache")
 
+pytest_plugins = ["laws.session"]  # here: with workers no other conftest is loaded where they end
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -178,8 +178,15 @@ def test_people_see_what_a_turn_cost_and_which_conversation_goes_on(
 
 @contextlib.contextmanager
 def started(command: list[str], **pipes: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A chat, killed at the end if it still runs: a failed test must not wait for it."""
-    with subprocess.Popen(command, **pipes) as process:
+    """A chat, killed at the end if it still runs: a failed test must not wait for it.
+
+    It hears Ctrl-C also where the tests run in a shell's background, which is deaf to it.
+    """
+
+    def hear() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(command, preexec_fn=hear, **pipes) as process:  # noqa: PLW1509
         try:
             yield process
         finally:
@@ -237,9 +244,8 @@ def test_ctrl_c_ends_an_answer_in_a_terminal_and_the_chat_at_its_prompt() -> Non
         process.send_signal(signal.SIGINT)
         until(b"; stopped]")
         until(b"> ")
-        for _ in range(
-            20
-        ):  # one that comes before readline waits for keys is seen with the next key
+        # One that comes before readline waits for keys is seen with the next key.
+        for _ in range(20):
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(5)

@@ -1,7 +1,7 @@
 """How much the law tests did: calls that change or query a manager, and what came about by them.
 
 The laws prove little where what they are about never happens, so that is counted, for each geometry
-of `cases.GEOMETRIES`, and `shortfalls` says what is missing. conftest.py fails the session for it.
+of `cases.GEOMETRIES`, and `shortfalls` says what is missing. session.py fails the session for it.
 """
 
 from __future__ import annotations
