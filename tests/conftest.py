@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -27,6 +28,13 @@ hypothesis.settings.load_profile("kvcache")
 pytest_plugins = ["laws.session"]  # here: with workers no other conftest is loaded where they end
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Stacks of a test that hangs go to stderr where a worker runs it: nobody reads its stdout."""
+    if hasattr(config, "workerinput"):
+        config.get_terminal_writer()._file = sys.__stderr__
 
 
 def require(name: str, reason: str) -> NoReturn:
