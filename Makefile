@@ -10,7 +10,7 @@ SOURCES := CMakeLists.txt csrc/exports.map $(CORE)
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 # Tests of one file run in one process. A crash ends the run: else each new worker would repeat it.
 # ARGS="-n 0" runs all of them in one process, as a debugger needs it.
-WORKERS := -n logical --maxprocesses=4 --dist loadfile --max-worker-restart=0
+WORKERS := -n logical --maxprocesses=4 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # How many times longer the random tests of `sanitize` and `soak` run.
 SCALE ?= 1
 CONSTRAINED := $(PIP) install -c constraints-dev.txt

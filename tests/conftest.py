@@ -37,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.get_terminal_writer()._file = sys.__stderr__
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, see the marker in pyproject.toml."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 def require(name: str, reason: str) -> NoReturn:
     """Skip for lack of `name`, or fail where `KVCACHE_REQUIRE` (comma-separated) lists it.
 

@@ -22,7 +22,8 @@ IGNORED = shutil.ignore_patterns(
     ".git", ".venv*", "build", "dist", "__pycache__", ".*_cache", ".hypothesis"
 )
 
-pytestmark = pytest.mark.timeout(600)  # a build and an installation may wait for the network
+# A build and an installation may wait for the network.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 Require = Callable[[str, str], NoReturn]
 

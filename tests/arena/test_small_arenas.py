@@ -11,6 +11,8 @@ from arena.rules import Group, Instance, Rule, smallest_arena
 from arena.search import Verdict, search
 from laws.cases import SCALE
 
+pytestmark = pytest.mark.long
+
 STATES, STREAM_STATES = 3000, 1000
 """An instance with more is undecided, which is no failure; most have fewer. A stream's cost more."""
 ALL = list(instances())

@@ -10,6 +10,8 @@ import pytest
 from kvcache.bench.agents import AgentsBench, run_agents_bench
 from kvcache.bench.agents_presets import PRESETS
 
+pytestmark = pytest.mark.long
+
 VLLM_SMALLEST_SHORT = {"gemma3": 34.65, "qwen3next": 71.77, "mixed3": 71.09}
 """Hit rates of vLLM 0.33.0 in percent, the best of its intervals (dense, 0 and the preset's), by
 

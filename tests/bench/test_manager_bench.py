@@ -23,6 +23,8 @@ from kvcache.bench.manager_work import Work, decode_step, hash_with_hashlib
 from kvcache.core.errors import ConfigError, KVCacheError
 from kvcache.core.hashing import hash_chain
 
+pytestmark = pytest.mark.long
+
 TINY = {"tokens": 1024, "requests": 3, "repeats": 2}
 DECODE = [f"decode_step_{name}" for name in manager.DECODE_PRESETS]
 OURS_ALONE = {"chunked_prefill_2m_dsv4"}

@@ -14,6 +14,8 @@ from kvcache.bench.replay import Replay
 from kvcache.bench.replay_settings import ReplaySettings
 from kvcache.bench.traces import LaneSettings, open_trace
 
+pytestmark = pytest.mark.long
+
 AGENTS = "claude_code_sessions_500.csv.gz"
 MOONCAKE = "mooncake_conversation.jsonl.gz"
 soak = pytest.mark.skipif(

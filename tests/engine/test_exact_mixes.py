@@ -11,6 +11,8 @@ from engine.mixes import MIXES, Met, World, draw, play_course
 
 torch.set_num_threads(1)
 
+pytestmark = pytest.mark.long
+
 RUNS = 25
 """Of each mix: 200 in all."""
 SCALE = int(os.environ.get("KVCACHE_TEST_SCALE", "1"))

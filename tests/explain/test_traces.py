@@ -13,6 +13,8 @@ from kvcache.bench.replay_settings import ReplaySettings
 from kvcache.bench.traces import LaneSettings, open_trace
 from kvcache.core.explanation import CAUSES
 
+pytestmark = pytest.mark.long
+
 AGENTS = "claude_code_sessions_500.csv.gz"
 MOONCAKE = "mooncake_conversation.jsonl.gz"
 
