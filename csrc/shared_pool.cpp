@@ -2,6 +2,9 @@
 #include "shared_pool.h"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
 #include <cerrno>
 #include <ctime>
 
@@ -9,7 +12,7 @@ namespace kvc {
 
 namespace {
 
-constexpr char kMagic[8] = {'k', 'v', 'c', 'h', 'o', 's', 't', '\n'};
+constexpr auto kMagic = std::bit_cast<uint64_t>(std::array<char, 8>{'k', 'v', 'c', 'h', 'o', 's', 't', '\n'});
 constexpr uint32_t kVersion = 1;
 constexpr int64_t kPageAlign = 4096;
 constexpr int32_t kNone = -1;
@@ -83,8 +86,7 @@ int32_t SharedPool::format(uint8_t* base, int64_t bytes, int64_t groups, const i
     head.seed = seed;
     head.clock = 1;
     std::memcpy(head.layout, layout, 32);
-    std::atomic_thread_fence(std::memory_order_release);
-    std::memcpy(head.magic, kMagic, sizeof kMagic);
+    std::atomic_ref(head.magic).store(kMagic, std::memory_order_release);
     return KVC_OK;
 }
 
@@ -92,7 +94,7 @@ int32_t SharedPool::verify(const uint8_t* base, int64_t bytes, int64_t groups, c
                            const int64_t* page_bytes, const uint8_t* layout) {
     const auto& head = *reinterpret_cast<const SharedHead*>(base);
     const auto* of = reinterpret_cast<const SharedGroup*>(base + sizeof(SharedHead));
-    if (std::memcmp(head.magic, kMagic, sizeof kMagic) != 0)
+    if (std::atomic_ref(const_cast<uint64_t&>(head.magic)).load(std::memory_order_acquire) != kMagic)
         return fail(KVC_E_ARGUMENT, "it is no region of this library");
     if (head.version != kVersion)
         return fail(KVC_E_ARGUMENT, "it has version %u of the format, this library %u", head.version, kVersion);

@@ -67,7 +67,7 @@ struct SharedGroup {
 };
 
 struct SharedHead {
-    char magic[8];
+    uint64_t magic;
     uint32_t version;
     uint32_t mutex_bytes;
     int64_t bytes;
