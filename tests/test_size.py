@@ -128,6 +128,57 @@ def test_the_default_page_keeps_the_grid_at_128_where_it_can(
     assert (entries["block_tokens"], entries["grid_tokens"]) == (128, 128 * dcp)
 
 
+@pytest.fixture
+def all_windows(tmp_path: Path) -> Path:
+    config = {
+        "model_type": "mistral",
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "hidden_size": 4096,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_context_parallel_ranks_of_windows_alone_change_nothing(
+    all_windows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, four = (size(capsys, str(all_windows), "--dcp", dcp) for dcp in ("1", "4"))
+    assert (four["block_tokens"], four["grid_tokens"]) == (128, 128)
+    assert one["notes"] == []
+    assert [note.split(":")[0] for note in four["notes"]] == ["DCP 4 changes nothing"]
+    different = {key for key in one if one[key] != four[key]}
+    assert different == {"dcp", "notes"}
+
+
+def test_windows_alone_have_no_junctions(
+    all_windows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing tells where prompts part: 18.2 M tokens are lost at interval 0, as `kvcache replay` says,
+    and 4,096, the window, saves them all."""
+    report = size(capsys, str(all_windows))
+    assert report["suggested_interval"] == 4096
+    assert report["interval_reasoning"]["reuse"]["distant_requests"] == 1377
+
+
+def test_the_kv_that_a_config_states_is_sized(
+    all_windows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = all_windows / "config.json"
+    plain = size(capsys, str(path))
+    config = json.loads(path.read_text())
+    config["quantization_config"] = {"kv_cache_quant_algo": "FP8"}
+    path.write_text(json.dumps(config))
+    stated = size(capsys, str(path))
+    assert (stated["kv_dtype"], stated["notes"]) == ("fp8", [])
+    assert 2 * stated["window_bytes"] == plain["window_bytes"]
+    asked = size(capsys, str(path), "--kv-dtype", "bf16")
+    assert asked["window_bytes"] == plain["window_bytes"]
+    assert asked["notes"][0].startswith("the checkpoint states KV of another type, 'FP8'")
+
+
 def test_context_parallel_ranks_beyond_the_copies_are_said_to_be_more(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -15,7 +15,7 @@ from kvcache.commands.output import Progress, emit_json
 from kvcache.commands.replay import add_trace_arguments, open_replay
 from kvcache.core.errors import ConfigError
 from kvcache.core.explain_words import lines
-from kvcache.core.explanation import Explanation, LastBlock, NotStored, Other
+from kvcache.core.explanation import CAUSES, Explanation, LastBlock, NotStored, Other
 
 HELP = (
     "Replays a trace through the block manager and says why tokens were no hit: sums by cause, and the"
@@ -33,6 +33,10 @@ class Explained(NamedTuple):
     """In the order of the replay, the first is 1. Lines can be played more than once (`--lanes`)."""
     request: TraceRequest
     explanation: Explanation
+
+    def lost_to(self, cause: str) -> int:
+        """Tokens of one cause."""
+        return self.explanation.lost()[cause]
 
     @property
     def avoidable(self) -> int:
@@ -101,6 +105,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f" (default: {DEFAULT_TOP})",
     )
     parser.add_argument(
+        "--cause",
+        choices=CAUSES,
+        help="show the requests that lost most to this cause, those that lost nothing to it not at all",
+    )
+    parser.add_argument(
         "--request",
         type=whole_number,
         metavar="N",
@@ -129,8 +138,9 @@ def run(args: argparse.Namespace) -> int:
                     continue
                 worst = [(0, 0, explained)]
                 break
-            if request.counted and args.top:
-                entry = (explained.avoidable, -count, explained)
+            lost = explained.lost_to(args.cause) if args.cause else explained.avoidable
+            if request.counted and args.top and (lost or not args.cause):
+                entry = (lost, -count, explained)
                 (heapq.heappush if len(worst) < args.top else heapq.heappushpop)(worst, entry)
     if args.request is not None and not worst:
         raise ConfigError(f"--request {args.request}: {args.trace} has {count} requests to replay")
@@ -139,6 +149,7 @@ def run(args: argparse.Namespace) -> int:
         for _, _, explained in sorted(worst, reverse=True)
     ]
     report = replay.report() | {
+        "played_requests": count,
         "shown": [explained.values() for explained in shown],
         "wall_seconds": time.perf_counter() - started,
     }
@@ -169,6 +180,8 @@ def describe(report: dict[str, Any], shown: list[Explained]) -> list[str]:
     rate = report["hit_tokens"] / prompt
     requests = f"{report['requests']:,} requests"
     rows = [f"{requests}, {report['prompt_tokens']:,} prompt tokens, {rate:.4f} of them hit; lost:"]
+    if warm_up := report["played_requests"] - report["requests"]:
+        rows.insert(0, f"{warm_up:,} requests of the warm-up are numbered too, and in no sum")
     rows += [
         f"  {cause:13}  {tokens / prompt:.4f}  ({tokens:,} tokens)"
         for cause, tokens in report["lost_tokens_by_cause"].items()

@@ -9,7 +9,8 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
@@ -95,6 +96,20 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
             _replace(target, text.encode())
     except OSError as error:  # a failed write does not know its file's name
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+@contextmanager
+def also_in(path: str | None, report: object) -> Iterator[None]:
+    """Around what prints the report: then it is written as JSON to `path`, if there is one.
+
+    Neither place takes it from the other: a full disk leaves what is printed, a reader who has left
+    the file. Raises what failed last.
+    """
+    try:
+        yield
+    finally:
+        if path is not None:
+            write_atomically(path, as_json(report))
 
 
 def _replace(target: Path, data: bytes) -> None:

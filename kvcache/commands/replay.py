@@ -14,11 +14,10 @@ from kvcache.bench.traces import LaneSettings, TraceRequest, open_trace
 from kvcache.commands.numbers import SUFFIXES, pool_size, retention, token_count, whole_number
 from kvcache.commands.output import (
     Progress,
-    as_json,
+    also_in,
     emit_json,
     require_apart,
     require_writable,
-    write_atomically,
 )
 from kvcache.core.errors import ConfigError
 from kvcache.presets import names
@@ -164,13 +163,12 @@ def run(args: argparse.Namespace) -> int:
         "wall_seconds": time.perf_counter() - started,
         "cpu_seconds": time.process_time() - used,
     }
-    if args.json:
-        emit_json(report)
-    else:
-        sys.stdout.write("\n".join(describe(report)) + "\n")
-        sys.stdout.flush()
-    if args.output is not None:
-        write_atomically(args.output, as_json(report))
+    with also_in(args.output, report):
+        if args.json:
+            emit_json(report)
+        else:
+            sys.stdout.write("\n".join(describe(report)) + "\n")
+            sys.stdout.flush()
     return 1 if report["leaked_blocks"] else 0
 
 
@@ -186,8 +184,7 @@ def lane_settings(args: argparse.Namespace) -> LaneSettings | None:
 
 def _describe_preset(report: dict[str, Any]) -> str:
     ranks = f"TP {report['tp']}" + (f", DCP {report['dcp']}" if report["dcp"] > 1 else "")
-    kv = "" if report["kv_dtype"] == "auto" else f", KV {report['kv_dtype']}"
-    return f"{report['preset']}, {ranks}{kv}, retention {report['retention']}"
+    return f"{report['preset']}, {ranks}, KV {report['kv_dtype']}, retention {report['retention']}"
 
 
 def _describe_pool(report: dict[str, Any]) -> str:
@@ -246,5 +243,6 @@ def describe(report: dict[str, Any]) -> list[str]:
             "{manager_seconds:.1f} s manager, {explain_seconds:.1f} s causes".format(**report),
         ),
     ]
+    rows += [("note", text) for text in report["notes"]]
     width = max(len(name) for name, _ in rows)
     return [f"{name:{width}}  {value}" for name, value in rows]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +112,7 @@ def test_a_preset_may_be_a_config_and_has_the_ranks_and_formats_of_size(
             status, out, _ = run(capsys, *argv, "--pool-tokens", "20k", "--json")
             assert status == 0
             report = json.loads(out)
-            assert (report["dcp"], report["kv_dtype"]) == (2, dtype)
+            assert (report["dcp"], report["kv_dtype"]) == (2, "bf16" if dtype == "auto" else dtype)
             rates[preset, dtype], bytes_[preset, dtype] = report["hit_rate"], report["slab_bytes"]
     assert len(set(rates.values())) == 1
     assert bytes_["llama-3-8b", "auto"] == 2 * bytes_["llama-3-8b", "fp8"]
@@ -213,9 +216,54 @@ def test_a_broken_trace_ends_with_two_and_leaves_the_output_file_alone(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["o.json", "t.jsonl"]
 
 
+@pytest.mark.parametrize("flags", [("--json",), ()])
+def test_a_reader_who_has_left_does_not_take_the_output_file_along(
+    flags: tuple[str, ...], trace: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "o.json"
+    reader, writer = os.pipe()
+    os.close(reader)
+    argv = [sys.executable, "-m", "kvcache.cli", "replay", str(trace), "--output", str(output)]
+    done = subprocess.run(
+        [*argv, *flags], stdout=writer, stderr=subprocess.PIPE, check=False, timeout=60
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+    assert json.loads(output.read_text())["requests"] == 60
+
+
 def test_a_full_disk_under_the_output_file_ends_with_two(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, _, err = run(capsys, "replay", trace, "--json", "--output", "/dev/full")
+    status, out, err = run(capsys, "replay", trace, "--json", "--output", "/dev/full")
     assert status == 2
+    assert json.loads(out)["requests"] == 60
     assert "/dev/full: No space left on device" in err
+
+
+def test_the_kv_of_a_config_is_followed_or_noted(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "hidden_size": 128,
+    }
+
+    def replay(algorithm: str) -> tuple[dict[str, Any], str]:
+        quantised = config | {"quantization_config": {"kv_cache_quant_algo": algorithm}}
+        (tmp_path / "config.json").write_text(json.dumps(quantised))
+        flags = ("replay", trace, "--preset", tmp_path)
+        return json.loads(run(capsys, *flags, "--json")[1]), run(capsys, *flags)[1]
+
+    report, text = replay("FP8")
+    assert (report["kv_dtype"], report["notes"]) == ("fp8", [])
+    assert report["bytes_per_page"] == {"full": 2 * 2 * 2 * 64 * 512}
+    assert "TP 1, KV fp8," in text
+    report, text = replay("NVFP4")
+    assert report["kv_dtype"] == "bf16"
+    assert report["bytes_per_page"] == {"full": 2 * 2 * 2 * 64 * 512 * 2}
+    (note,) = report["notes"]
+    assert "'NVFP4' (kv_cache_quant_algo)" in note
+    assert re.search(rf"^note +{re.escape(note)}$", text, re.MULTILINE)
