@@ -16,6 +16,8 @@ manager's, and all of it must add up to the prompt.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from time import thread_time
 from typing import Any
@@ -82,6 +84,10 @@ def with_forgotten(explanation: Explanation, stored_tokens: int) -> Explanation:
                 rest = rest._replace(cause="not_stored", evidence=NotStored("new", None, 1))
             losses.append(rest)
     return explanation._replace(losses=tuple(losses))
+
+
+class TooLargeError(CapacityError):
+    """A request that the pool can never hold."""
 
 
 class Replay:
@@ -216,13 +222,16 @@ class Replay:
                 session=f"{request.session}/{request.agent}" if request.session else "",
             )
         except CapacityError as error:
-            slabs = self._geometry.slabs_needed(tokens)
-            raise CapacityError(
-                f"{self._path}, line {request.line}: the request has {request.prompt_tokens} prompt"
-                f" and {request.output_tokens} output tokens, more than the pool of"
-                f" {self._settings.pool_tokens} has room for: raise --pool-tokens to"
-                f" {tokens_of_slabs(slabs, self._geometry)} or more"
+            raise TooLargeError(
+                f"{self._path}, line {request.line}: {request.prompt_tokens} prompt and"
+                f" {request.output_tokens} output tokens need {self._geometry.slabs_needed(tokens)} slabs"
+                f" with their windows and states, and the pool of {self._settings.pool_tokens} tokens has"
+                f" {self._slabs}"
             ) from error
+
+    def least_pool_tokens(self, request_tokens: int) -> int:
+        """The least pool in which a request of so many tokens can run."""
+        return tokens_of_slabs(self._geometry.slabs_needed(request_tokens), self._geometry)
 
     def _compute(self, handle: int, start: int, end: int) -> int:
         """Compute tokens [start, end) in steps; returns the tokens adopted by the first one."""
@@ -306,3 +315,26 @@ class Replay:
             "manager_seconds": self._manager_seconds,
             "explain_seconds": self._explain_seconds,
         }
+
+
+def play(
+    replay: Replay, requests: Iterable[TraceRequest]
+) -> Iterator[tuple[TraceRequest, Explanation]]:
+    """Serves the requests in order.
+
+    Raises:
+        CapacityError: one is too large for the pool; it names the pool that is large enough for all
+            that follow too.
+        InputError: a broken line of the trace, named.
+    """
+    rest = iter(requests)
+    for request in rest:
+        try:
+            explanation = replay.serve(request)
+        except TooLargeError as error:
+            most = max(r.prompt_tokens + r.output_tokens for r in chain([request], rest))
+            least = replay.least_pool_tokens(most)
+            raise CapacityError(
+                f"{error}: raise --pool-tokens to {least} or more, enough for every request"
+            ) from error
+        yield request, explanation

@@ -87,7 +87,8 @@ class ReplaySettings:
             )
         except ConfigError as error:
             raise ConfigError(
-                f"--preset {self.preset} with --block-tokens {self.block_tokens}: {error}"
+                f"--preset {self.preset} with pages of {self.block_tokens} tokens (--block-tokens):"
+                f" {error}"
             ) from error
 
     def policy(self) -> RetentionPolicy:

@@ -61,7 +61,7 @@ CODING_AGENTS = ReuseProfile(
     prompt_tokens=4_366_755_654,
     hit_tokens=4_207_314_432,
     unique_tokens=157_206_912,
-    boundaries=36_430,
+    boundaries=36_666,
     distance_tokens=(768, 15_360, 182_144),
     distant_requests=1_214,
     uses=(
@@ -88,7 +88,7 @@ _SAVED_WITHOUT_JUNCTIONS = (
     *(10_682_624, 9_230_336, 7_750_912, 5_390_336, 2_883_584, 524_288),
 )
 CODING_AGENTS_WITHOUT_JUNCTIONS = CODING_AGENTS._replace(
-    boundaries=35_216,
+    boundaries=35_452,
     distance_tokens=(4_864, 15_872, 183_808),
     distant_requests=1_377,
     uses=tuple(
@@ -193,6 +193,7 @@ class _Seen:
         self.units += len(ends) - run
         self.new_from.append(run)
         self._keep(ends, (prompt_tokens - 1) // self._unit)  # the replay boundary
+        self._keep(ends, prompt_tokens // self._unit)  # the end of the turn
         if kept < full and self._junctions:
             self._keep(ends, full)  # a junction: the next sighting hits
         return len(ends), full, kept

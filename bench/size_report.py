@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.bench.interval import Suggestion, suggest_interval
+from kvcache.bench.replay_settings import STEP_TOKENS
 from kvcache.bench.reuse import (
     CODING_AGENTS,
     CODING_AGENTS_WITHOUT_JUNCTIONS,
@@ -100,7 +101,11 @@ def size_report(asked: SizeRequest) -> dict[str, Any]:
         "memory_slabs": slabs,
         "contexts": sessions,
         **_suggestion(suggest_interval(geometry, profile, memory), profile),
-        "notes": [*_notes(chosen, geometry, asked), *_too_small(sessions)],
+        "notes": [
+            *_too_small(sessions),
+            *_notes(chosen, geometry, asked),
+            *_coarser(profile, geometry, asked),
+        ],
         "unverified": list(chosen.unverified),
         "sources": list(chosen.sources),
     }
@@ -237,6 +242,8 @@ def _notes(chosen: Model, geometry: Geometry, asked: SizeRequest) -> list[str]:
             f"DCP {asked.dcp} changes nothing: it deals out the tokens of attention that keeps all of"
             " them, and this model has none; windows and states are on every rank"
         )
+    elif asked.tp % asked.dcp and asked.tp >= asked.dcp:
+        notes.append(f"DCP {asked.dcp} does not divide TP {asked.tp}: vLLM refuses it")
     elif asked.dcp > 1 and (copies := _copies(chosen, asked.tp)) < asked.dcp:
         notes.append(
             f"DCP {asked.dcp}: vLLM takes its context-parallel ranks among those that hold the same"
@@ -253,7 +260,28 @@ def _notes(chosen: Model, geometry: Geometry, asked: SizeRequest) -> list[str]:
             "index keys have a byte an element and a scale in every format; on Hopper vLLM serves"
             " sparse MLA in fp8_ds_mla when fp8 is asked for"
         )
+    if (extra := _step_bytes(geometry)) > 0:
+        notes.append(
+            f"a prefill step of {STEP_TOKENS:,} tokens has up to {human_bytes(extra)} of windows more"
+            " than `running` until it ends; smaller steps have less"
+        )
+    if len(geometry.pages_per_slab) > 1 and asked.memory_bytes is not None:
+        notes.append(
+            "`cached fit` is that of an engine which copies pages (movable=True of the Manager): with"
+            " pages that stay where they are, slabs of evicted sessions stay partly in use"
+        )
     return [*notes, *_dealt(chosen, asked.tp)]
+
+
+def _step_bytes(geometry: Geometry) -> int:
+    """What a step of many tokens takes of windows beside the grid unit that `pages_needed` has."""
+    more = max(0, STEP_TOKENS - geometry.grid_tokens)
+    return geometry.pool_bytes(
+        [
+            more // rules.block_tokens if rules.kind == "span" and not rules.transient else 0
+            for rules in geometry.rules
+        ]
+    )
 
 
 def _dealt(chosen: Model, tp: int) -> list[str]:
@@ -288,6 +316,20 @@ def _copies(chosen: Model, tp: int) -> int:
         if isinstance(layers, Full | Indexed)
     ]
     return min(copies, default=1)
+
+
+def _coarser(profile: ReuseProfile, geometry: Geometry, asked: SizeRequest) -> list[str]:
+    grid = geometry.grid_tokens
+    if asked.trace is None or profile.unit_tokens == grid:
+        return []
+    return [
+        (
+            f"the trace's reuse is known at multiples of {profile.unit_tokens:,} tokens alone, which its"
+            f" blocks and the hit grid of {grid:,} have in common: reuse looks shorter than it is, and so"
+            " does what an interval saves; a --block-tokens whose grid divides the trace's blocks, or is a"
+            " multiple of them, is exact"
+        )
+    ]
 
 
 def _too_small(sessions: list[dict[str, Any]]) -> list[str]:

@@ -147,8 +147,9 @@ def test_context_parallel_ranks_of_windows_alone_change_nothing(
 ) -> None:
     one, four = (size(capsys, str(all_windows), "--dcp", dcp) for dcp in ("1", "4"))
     assert (four["block_tokens"], four["grid_tokens"]) == (128, 128)
-    assert one["notes"] == []
-    assert [note.split(":")[0] for note in four["notes"]] == ["DCP 4 changes nothing"]
+    assert [note.split(":")[0] for note in set(four["notes"]) - set(one["notes"])] == [
+        "DCP 4 changes nothing"
+    ]
     different = {key for key in one if one[key] != four[key]}
     assert different == {"dcp", "notes"}
 
@@ -172,7 +173,8 @@ def test_the_kv_that_a_config_states_is_sized(
     config["quantization_config"] = {"kv_cache_quant_algo": "FP8"}
     path.write_text(json.dumps(config))
     stated = size(capsys, str(path))
-    assert (stated["kv_dtype"], stated["notes"]) == ("fp8", [])
+    assert stated["kv_dtype"] == "fp8"
+    assert not any("states KV" in note for note in stated["notes"])
     assert 2 * stated["window_bytes"] == plain["window_bytes"]
     asked = size(capsys, str(path), "--kv-dtype", "bf16")
     assert asked["window_bytes"] == plain["window_bytes"]
@@ -256,7 +258,8 @@ def test_context_parallel_ranks_beyond_the_copies_are_said_to_be_more(
 def test_heads_that_ranks_do_not_share_evenly_are_noted(
     name: str, tp: str, notes: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert size(capsys, name, "--tp", tp)["notes"] == notes
+    found = size(capsys, name, "--tp", tp)["notes"]
+    assert [note for note in found if not note.startswith("a prefill step")] == notes
 
 
 def test_kv_heads_that_do_not_divide_the_query_heads_are_noted(
@@ -402,7 +405,10 @@ def test_memory_has_units(text: str, count: int, capsys: pytest.CaptureFixture[s
         (["kimi-k3", "--interval", "-1"], "is not a number of tokens"),
         (["kimi-k3", "--context", "0"], "is not a number of tokens"),
         (["kimi-k3", "--context", "8k,,"], "is not a number of tokens"),
-        (["kimi-k3", "--context", "1000G"], "a context has 1000000000000 tokens: give 1 to"),
+        (
+            ["kimi-k3", "--context", "1000G"],
+            "--context 1000000000000: a session has 1 to 1000000000 tokens",
+        ),
         (["kimi-k3", "--memory", "80"], "is less than one slab"),
         (["kimi-k3", "--memory", "much"], "is not a number of bytes"),
         (["kimi-k3", "--memory", "9" * 40], "is not a number of bytes"),

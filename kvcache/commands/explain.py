@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kvcache.bench.replay import play
 from kvcache.bench.traces import TraceRequest
 from kvcache.commands.numbers import whole_number
 from kvcache.commands.output import Progress, emit_json
@@ -99,7 +100,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top",
         type=whole_number,
-        default=DEFAULT_TOP,
         metavar="N",
         help="how many of the requests to show that lost most, new content and last blocks apart"
         f" (default: {DEFAULT_TOP})",
@@ -119,18 +119,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay and explain; 0 unless the request is not there."""
-    if not 0 <= args.top <= MOST_TOP:
-        raise ConfigError(f"--top is {args.top}: it must be from 0 to {MOST_TOP}")
-    if args.request is not None and args.request < 1:
-        raise ConfigError(f"--request is {args.request}: requests count from 1")
+    top = DEFAULT_TOP if args.top is None else args.top
+    if not 0 <= top <= MOST_TOP:
+        raise ConfigError(f"--top is {top}: it must be from 0 to {MOST_TOP}")
+    if args.request is not None:
+        if args.request < 1:
+            raise ConfigError(f"--request is {args.request}: requests count from 1")
+        if args.top is not None or args.cause is not None:
+            raise ConfigError("--request shows one request: --top and --cause choose among all")
     started = time.perf_counter()
     replay, requests = open_replay(args)
     worst: list[tuple[int, int, Explained]] = []
     numbers: dict[int, int] = {}  # by handle
     count = 0
     with Progress() as progress:
-        for count, request in enumerate(requests, 1):
-            explained = Explained(count, request, replay.serve(request))
+        for count, (request, explanation) in enumerate(play(replay, requests), 1):
+            explained = Explained(count, request, explanation)
             numbers[replay.handle] = count
             progress.update(f"explain: {count} requests, {time.perf_counter() - started:.0f} s")
             if args.request is not None:
@@ -139,9 +143,9 @@ def run(args: argparse.Namespace) -> int:
                 worst = [(0, 0, explained)]
                 break
             lost = explained.lost_to(args.cause) if args.cause else explained.avoidable
-            if request.counted and args.top and (lost or not args.cause):
+            if request.counted and top and (lost or not args.cause):
                 entry = (lost, -count, explained)
-                (heapq.heappush if len(worst) < args.top else heapq.heappushpop)(worst, entry)
+                (heapq.heappush if len(worst) < top else heapq.heappushpop)(worst, entry)
     if args.request is not None and not worst:
         raise ConfigError(f"--request {args.request}: {args.trace} has {count} requests to replay")
     shown = [
@@ -187,6 +191,8 @@ def describe(report: dict[str, Any], shown: list[Explained]) -> list[str]:
         for cause, tokens in report["lost_tokens_by_cause"].items()
         if tokens
     ]
+    if not shown:
+        rows.append("no request to show")
     for explained in shown:
         rows += ["", *explained.describe()]
     return rows

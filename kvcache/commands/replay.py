@@ -8,10 +8,17 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from kvcache.bench.replay import Replay
+from kvcache.bench.replay import Replay, play
 from kvcache.bench.replay_settings import DEFAULT_PRESET, ReplaySettings, fitting_block
 from kvcache.bench.traces import LaneSettings, TraceRequest, open_trace
-from kvcache.commands.numbers import SUFFIXES, pool_size, retention, token_count, whole_number
+from kvcache.commands.numbers import (
+    SUFFIXES,
+    hours,
+    pool_size,
+    retention,
+    token_count,
+    whole_number,
+)
 from kvcache.commands.output import (
     Progress,
     also_in,
@@ -21,6 +28,7 @@ from kvcache.commands.output import (
 )
 from kvcache.core.errors import ConfigError
 from kvcache.presets import names
+from kvcache.presets.find import config_files
 from kvcache.presets.serving import KV_DTYPES
 
 HELP = (
@@ -111,7 +119,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hours",
-        type=float,
+        type=hours,
         metavar="H",
         help="with --lanes: simulated hours after 10 minutes of warm-up (default: 1)",
     )
@@ -149,15 +157,16 @@ def run(args: argparse.Namespace) -> int:
     """Replay; 0 if no block leaked, else 1."""
     if args.output is not None:
         require_writable(args.output)
-        require_apart(args.output, [args.trace])
+        require_apart(args.output, [args.trace, *config_files(args.preset)])
     started, used = time.perf_counter(), time.process_time()
     replay, requests = open_replay(args, oracle=args.oracle is not None, check=args.check)
+    count = 0
     with Progress() as progress:
-        for count, request in enumerate(requests, 1):
-            replay.serve(request)
+        for count, _ in enumerate(play(replay, requests), 1):
             progress.update(f"replay: {count} requests, {time.perf_counter() - started:.0f} s")
     lanes = lane_settings(args)
     report = replay.report() | {
+        "played_requests": count,
         "lanes": args.lanes,
         "hours": None if lanes is None else lanes.hours,
         "wall_seconds": time.perf_counter() - started,
@@ -190,11 +199,27 @@ def _describe_preset(report: dict[str, Any]) -> str:
 def _describe_pool(report: dict[str, Any]) -> str:
     tokens, blocks = report["pool_tokens"], report["block_tokens"]
     pages = ", ".join(f"{count:,} {name}" for name, count in report["pages_per_slab"].items())
+    grid = (
+        ""
+        if report["grid_tokens"] == blocks
+        else f", hits on multiples of {report['grid_tokens']:,}"
+    )
     if tokens == "inf":
-        return f"without bound, blocks of {blocks} tokens"
+        return f"without bound, blocks of {blocks} tokens{grid}"
     return (
-        f"{tokens:,} tokens in blocks of {blocks}: {report['pool_slabs']:,} slabs of"
+        f"{tokens:,} tokens in blocks of {blocks}{grid}: {report['pool_slabs']:,} slabs of"
         f" {report['slab_bytes'] / 2**20:,.1f} MiB, pages in one: {pages}"
+    )
+
+
+def _describe_requests(report: dict[str, Any]) -> str:
+    text = f"{report['requests']:,}"
+    if report["lanes"] is None:
+        return text
+    warm_up = report["played_requests"] - report["requests"]
+    return (
+        f"{text} in {report['lanes']} lanes and {report['hours']:g} hours, lines played again among"
+        f" them; {warm_up:,} before, as warm-up"
     )
 
 
@@ -212,7 +237,7 @@ def describe(report: dict[str, Any]) -> list[str]:
         ("trace", report["trace"]),
         ("preset", _describe_preset(report)),
         ("pool", _describe_pool(report)),
-        ("requests", f"{report['requests']:,}"),
+        ("requests", _describe_requests(report)),
         ("prompt tokens", f"{prompt:,}"),
         ("hit rate", _describe_rates(report)),
     ]
@@ -235,7 +260,7 @@ def describe(report: dict[str, Any]) -> list[str]:
     rows += [
         ("peak used", f"{report['peak_used_bytes'] / 2**30:,.1f} GiB"),
         ("leaked blocks", str(report["leaked_blocks"])),
-        ("checks", f"{report['checks']:,}"),
+        *([("checks", f"{report['checks']:,}")] if report["checks"] else []),
         ("wall time", f"{report['wall_seconds']:.1f} s"),
         ("processor time", f"{report['cpu_seconds']:.1f} s"),
         (

@@ -19,6 +19,9 @@ from kvcache.presets.layers import Layers
 from kvcache.presets.model import Model, StatedKV
 
 MOST_FILE_BYTES = 16 << 20
+CONFIG = "config.json"
+QUANTISATION = "hf_quant_config.json"
+"""ModelOpt's own file, which older checkpoints have beside the config.json."""
 
 _Reader = Callable[[Fields], list[Layers]]
 
@@ -130,6 +133,8 @@ def read_hf_config(source: str | os.PathLike[str] | Mapping[str, object]) -> Mod
         return _read("config", "the config that was given", source)
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(f"a config is {shown(source)}: give a path, or the content as a mapping")
+    if not os.fspath(source):
+        raise ConfigError("a config is '': give a path")
     path = _file(Path(source))
     model = _read(str(source), str(path), _parse(path))
     return replace(model, stated_kv=model.stated_kv or _stated_beside(path))
@@ -139,7 +144,7 @@ def _file(path: Path) -> Path:
     """The file itself, or the one in the folder."""
     try:
         if path.is_dir():
-            path = path / "config.json"
+            path = path / CONFIG
         there, regular = path.exists(), path.is_file()
     except (OSError, ValueError) as error:  # a folder that is closed, no possible name
         raise ConfigError(f"{str(path)[:200]!r} cannot be read: {error}") from error
@@ -213,8 +218,10 @@ def _stated_in_section(fields: Fields) -> StatedKV | None:
 def _stated_in(section: Fields) -> StatedKV | None:
     if section.has("kv_cache_scheme"):
         scheme = section.section("kv_cache_scheme")
+        if not (scheme.has("num_bits") and scheme.has("type")):
+            return StatedKV("not said which (kv_cache_scheme)", "")
         bits, kind = scheme.whole("num_bits", most=64), scheme.text("type")
-        words = f"{bits}-bit {kind} (kv_cache_scheme)"
+        words = f"{bits}-bit {shown(kind)} (kv_cache_scheme)"
         return StatedKV(words, "fp8" if (bits, kind.lower()) == (8, "float") else "")
     if not section.has("kv_cache_quant_algo"):
         return None
@@ -225,9 +232,12 @@ def _stated_in(section: Fields) -> StatedKV | None:
 
 
 def _stated_beside(config: Path) -> StatedKV | None:
-    """What ModelOpt's own file says, which older checkpoints have beside the config.json."""
-    path = config.with_name("hf_quant_config.json")
-    return _stated_in_section(Fields(str(path), _parse(path))) if path.is_file() else None
+    path = config.with_name(QUANTISATION)
+    try:
+        there = path.is_file()
+    except OSError as error:  # a link into a closed folder
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    return _stated_in_section(Fields(str(path), _parse(path))) if there else None
 
 
 def _types(fields: Fields) -> list[str]:

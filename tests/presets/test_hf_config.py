@@ -57,9 +57,11 @@ SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 @pytest.mark.parametrize(
     ("told", "words", "kv_dtype"),
     [
-        ({"kv_cache_scheme": SCHEME}, "8-bit float (kv_cache_scheme)", "fp8"),
-        ({"kv_cache_scheme": SCHEME | {"num_bits": 4}}, "4-bit float (kv_cache_scheme)", ""),
-        ({"kv_cache_scheme": SCHEME | {"type": "int"}}, "8-bit int (kv_cache_scheme)", ""),
+        ({"kv_cache_scheme": SCHEME}, "8-bit 'float' (kv_cache_scheme)", "fp8"),
+        ({"kv_cache_scheme": SCHEME | {"num_bits": 4}}, "4-bit 'float' (kv_cache_scheme)", ""),
+        ({"kv_cache_scheme": SCHEME | {"type": "int"}}, "8-bit 'int' (kv_cache_scheme)", ""),
+        ({"kv_cache_scheme": {"type": "float"}}, "not said which (kv_cache_scheme)", ""),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "not said which (kv_cache_scheme)", ""),
         ({"kv_cache_quant_algo": "FP8"}, "'FP8' (kv_cache_quant_algo)", "fp8"),
         ({"kv_cache_quant_algo": "NVFP4"}, "'NVFP4' (kv_cache_quant_algo)", ""),
     ],
@@ -137,8 +139,8 @@ def test_the_file_of_modelopt_beside_the_config_is_read(tmp_path: Path) -> None:
     [
         (8, "quantization_config is 8: expected an object"),
         ({"kv_cache_scheme": "fp8"}, "kv_cache_scheme is 'fp8': expected an object"),
-        ({"kv_cache_scheme": {"type": "float"}}, "there is no field num_bits"),
-        ({"kv_cache_scheme": {"num_bits": 8}}, "there is no field type"),
+        ({"kv_cache_scheme": SCHEME | {"num_bits": 8.0}}, "num_bits is 8.0: it must be a whole"),
+        ({"kv_cache_scheme": SCHEME | {"type": 8}}, "type is 8: it must be a text"),
     ],
 )
 def test_an_impossible_statement_is_named(section: object, error: str) -> None:

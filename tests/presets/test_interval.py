@@ -55,15 +55,17 @@ def coarseness(interval: int | None) -> float:
     return DENSE if interval is None else interval or NONE
 
 
-def requests(prompts: Sequence[Sequence[int]], block: int = 128) -> list[TraceRequest]:
-    """Prompts as lists of block names; equal prefixes of names are equal prefixes."""
+def requests(
+    prompts: Sequence[Sequence[int]], block: int = 128, more: int = 1
+) -> list[TraceRequest]:
+    """Prompts as lists of block names, and `more` tokens; equal prefixes of names are equal prefixes."""
     numbers: dict[tuple[int, ...], int] = {}
     made = []
     for i, prompt in enumerate(prompts):
         blocks = [
             numbers.setdefault(tuple(prompt[: j + 1]), len(numbers)) for j in range(len(prompt))
         ]
-        tokens = len(prompt) * block + 1
+        tokens = len(prompt) * block + more
         made.append(TraceRequest(i + 1, float(i), "", 0, tokens, 10, np.array(blocks, np.int64)))
     return made
 
@@ -122,8 +124,15 @@ def test_prompts_shorter_than_a_unit_have_no_reuse() -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.lists(st.integers(0, 2), min_size=0, max_size=12), min_size=1, max_size=12))
-def test_a_profile_is_what_a_naive_cache_does(prompts: list[list[int]]) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_profile_is_what_a_naive_cache_does(
+    prompts: list[list[int]], whole: bool, junctions: bool
+) -> None:
+    """Prompts of whole units keep their end too, the end of the turn; the last token is computed."""
     known: set[tuple[int, ...]] = set()
     kept: set[tuple[int, ...]] = set()
     hits = distance = 0
@@ -132,18 +141,21 @@ def test_a_profile_is_what_a_naive_cache_does(prompts: list[list[int]]) -> None:
     for prompt in prompts:
         prefixes = [tuple(prompt[: i + 1]) for i in range(len(prompt))]
         full = next((i for i, p in enumerate(prefixes) if p not in known), len(prompt))
+        new_from = full
+        full = min(full, len(prompt) - whole)
         at = max((i + 1 for i in range(full) if prefixes[i] in kept), default=0)
         hits += full
         distance += full - at
         for n in saved:
             saved[n] += max(full // n * n - at, 0)
-            made[n] += len(prompt) // n - full // n
+            made[n] += len(prompt) // n - new_from // n
         known |= set(prefixes)
-        if prefixes:
-            kept.add(prefixes[-1])
-        if at < full:
+        kept |= set(prefixes[-1 - whole :])
+        if at < full and junctions:
             kept.add(prefixes[full - 1])
-    found = profile(prompts)
+    found = profile_requests(
+        requests(prompts, more=0 if whole else 1), 128, 128, "test", junctions=junctions
+    )
     assert found.hit_tokens == hits * 128
     assert found.unique_tokens == len(known) * 128
     assert found.boundaries == len(kept)
@@ -169,7 +181,8 @@ def test_figures_without_junctions_are_those_of_the_trace(trace_dir: Path) -> No
 
 def test_what_intervals_save_is_what_the_manager_saves(trace_dir: Path) -> None:
     """README: states at interval 0, 16,384, 4,096 keep .9950, .9986, .9996 of the hits, with 1.05,
-    1.31, 2.11 states a request, replayed through the block manager on a grid of 64."""
+    1.31, 2.11 states a request, and 0.01 at ends of turns, replayed through the block manager on a grid
+    of 64."""
     found = profile_trace(open_trace(trace_dir / "claude_code_sessions_500.csv.gz"), 64)
     lost = found.uses[0].saved_tokens
     kept = {0: 1 - lost / found.hit_tokens}
@@ -178,7 +191,7 @@ def test_what_intervals_save_is_what_the_manager_saves(trace_dir: Path) -> None:
         kept[use.interval_tokens] = 1 - (lost - use.saved_tokens) / found.hit_tokens
         states[use.interval_tokens] = (found.boundaries + use.boundaries) / found.requests
     assert [round(kept[n], 4) for n in (0, 16_384, 4_096)] == [0.9950, 0.9986, 0.9996]
-    assert [states[n] for n in (0, 16_384, 4_096)] == pytest.approx([1.05, 1.31, 2.11], abs=0.02)
+    assert [states[n] for n in (0, 16_384, 4_096)] == pytest.approx([1.06, 1.32, 2.12], abs=0.03)
 
 
 # ---- the suggestion
