@@ -116,6 +116,7 @@ def _candidates(
     grid, one = geometry.grid_tokens, boundary_bytes(geometry)
     loss = LOSS_PER_SHARE * profile.prompt_tokens
     found: dict[int, Candidate] = {}
+    joined = _joined_tokens(geometry)
     for use in profile.uses:
         interval = -(-use.interval_tokens // grid) * grid
         size = spaced_boundary_bytes(geometry, interval)
@@ -124,11 +125,22 @@ def _candidates(
             interval,
             size,
             use.boundaries,
-            use.saved_tokens,
+            profile.uses[0].saved_tokens if interval <= joined else use.saved_tokens,
             loss * in_flight / memory,
             loss * size / (kv_bytes * interval),
         )
     return tuple(found.values())
+
+
+def _joined_tokens(geometry: Geometry) -> int:
+    """Up to which interval the windows of neighbours join, so that a hit can end between them too.
+
+    0 where a boundary has more than windows.
+    """
+    kept = [rules for rules in geometry.rules if rules.kind in ("span", "state")]
+    if any(rules.kind == "state" or rules.transient for rules in kept):
+        return 0
+    return min(-(-rules.lead_tokens // rules.block_tokens) * rules.block_tokens for rules in kept)
 
 
 def _coarsest(

@@ -16,6 +16,8 @@ manager's, and all of it must add up to the prompt.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from time import thread_time
 from typing import Any
@@ -94,15 +96,20 @@ def require_fitting(trace_block_tokens: int, settings: ReplaySettings, geometry:
     return unit // trace_block_tokens
 
 
-def too_long(
+class TooLargeError(CapacityError):
+    """A request that the pool can never hold."""
+
+
+def too_large(
     path: Path, request: TraceRequest, settings: ReplaySettings, geometry: Geometry
-) -> CapacityError:
+) -> TooLargeError:
     """The error of a request that the pool can never hold."""
-    slabs = geometry.slabs_needed(request.prompt_tokens + request.output_tokens)
-    return CapacityError(
-        f"{path}, line {request.line}: the request has {request.prompt_tokens} prompt and"
-        f" {request.output_tokens} output tokens, more than the pool of {settings.pool_tokens} has"
-        f" room for: raise --pool-tokens to {tokens_of_slabs(slabs, geometry)} or more"
+    needed = geometry.slabs_needed(request.prompt_tokens + request.output_tokens)
+    return TooLargeError(
+        f"{path}, line {request.line}: {request.prompt_tokens} prompt and {request.output_tokens}"
+        f" output tokens need {needed} slabs with their windows and states, and the pool of"
+        f" {settings.pool_tokens} tokens has {arena_slabs(settings.pool_tokens, geometry)}: raise"
+        f" --pool-tokens to {tokens_of_slabs(needed, geometry)} or more"
     )
 
 
@@ -128,12 +135,12 @@ class Replay:
     ) -> None:
         self._path = path
         self._settings = settings
-        self._geometry = settings.geometry if geometry is None else geometry
-        self._merge = require_fitting(trace_block_tokens, settings, self._geometry)
-        self._slabs = arena_slabs(settings.pool_tokens, self._geometry)
-        self._state_group = state_group(self._geometry)
+        self.geometry = settings.geometry if geometry is None else geometry
+        self._merge = require_fitting(trace_block_tokens, settings, self.geometry)
+        self._slabs = arena_slabs(settings.pool_tokens, self.geometry)
+        self._state_group = state_group(self.geometry)
         self._manager = Manager(
-            self._geometry,
+            self.geometry,
             slabs=self._slabs,
             retention=settings.policy(),
             movable=settings.movable,
@@ -142,7 +149,7 @@ class Replay:
         )
         self.handle = 0
         """Of the request served last: explanations name others by their handles."""
-        self._ideal = IdealCache(self._geometry.hash_unit_tokens, self._geometry.grid_tokens)
+        self._ideal = IdealCache(self.geometry.hash_unit_tokens, self.geometry.grid_tokens)
         self._oracle = self._make_oracle() if settings.oracle else None
         self._totals = Totals()
         self._watch = Watch(self._manager, checking=settings.check)
@@ -153,8 +160,8 @@ class Replay:
         settings = self._settings
         tokens = settings.pool_tokens
         return ByteLru(
-            page_sizes(self._geometry, settings.preset),
-            capacity_bytes=None if tokens is None else arena_bytes(tokens, self._geometry),
+            page_sizes(self.geometry, settings.preset),
+            capacity_bytes=None if tokens is None else arena_bytes(tokens, self.geometry),
             policy=settings.policy(),
             step_tokens=STEP_TOKENS,
         )
@@ -217,7 +224,7 @@ class Replay:
     def _ask_oracle(self, request: TraceRequest, keys: NDArray[np.int64]) -> int:
         if self._oracle is None:
             return 0
-        step = self._geometry.grid_tokens // self._geometry.hash_unit_tokens
+        step = self.geometry.grid_tokens // self.geometry.hash_unit_tokens
         blocks = keys[step - 1 :: step].tolist()
         return self._oracle.serve(blocks, request.prompt_tokens, request.output_tokens)
 
@@ -230,7 +237,7 @@ class Replay:
                 session=session_label(request),
             )
         except CapacityError as error:
-            raise too_long(self._path, request, self._settings, self._geometry) from error
+            raise too_large(self._path, request, self._settings, self.geometry) from error
 
     def _compute(self, handle: int, start: int, end: int) -> int:
         """Compute tokens [start, end) in steps; returns the tokens adopted by the first one."""
@@ -262,9 +269,9 @@ class Replay:
         self._watch.check()
         arena = self._manager.arena_stats()
         return {
-            **setting_values(self._path, self._settings, self._geometry),
+            **setting_values(self._path, self._settings, self.geometry),
             **self._totals.values(oracle=self._oracle is not None),
-            **arena_values(self._slabs, self._geometry),
+            **arena_values(self._slabs, self.geometry),
             "peak_used_bytes": self._watch.peak_bytes,
             "moved_pages": self._watch.moved_pages,
             "moved_bytes": self._watch.moved_bytes,
@@ -275,3 +282,24 @@ class Replay:
             "manager_seconds": self._manager_seconds,
             "explain_seconds": self._explain_seconds,
         }
+
+
+def play(
+    replay: Replay, requests: Iterable[TraceRequest]
+) -> Iterator[tuple[TraceRequest, Explanation]]:
+    """Serves the requests in order.
+
+    Raises:
+        CapacityError: one is too large for the pool; it names the pool that is large enough for all
+            that follow too.
+        InputError: a broken line of the trace, named.
+    """
+    rest = iter(requests)
+    for request in rest:
+        try:
+            explanation = replay.serve(request)
+        except TooLargeError as error:
+            most = max(r.prompt_tokens + r.output_tokens for r in chain([request], rest))
+            least = tokens_of_slabs(replay.geometry.slabs_needed(most), replay.geometry)
+            raise CapacityError(f"{error}, {least} for the largest request of the trace") from error
+        yield request, explanation

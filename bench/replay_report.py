@@ -81,13 +81,14 @@ def setting_values(path: Path, settings: ReplaySettings, geometry: Geometry) -> 
         "preset": settings.preset,
         "tp": settings.tp,
         "dcp": settings.dcp,
-        "kv_dtype": settings.kv_dtype,
+        "kv_dtype": settings.model.kv_format(settings.kv_dtype),
         "block_tokens": settings.block_tokens,
         "grid_tokens": geometry.grid_tokens,
         "pool_tokens": "inf" if settings.pool_tokens is None else settings.pool_tokens,
         "retention": "dense" if interval is None else interval,
         "movable": settings.movable,
         "seed": settings.seed,
+        "notes": settings.model.kv_notes(settings.kv_dtype),
     }
 
 

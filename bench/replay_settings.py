@@ -12,6 +12,7 @@ from kvcache.core.layout import Geometry
 from kvcache.core.native_manager import most_slabs
 from kvcache.core.records import MOST_TOKENS, UNLIMITED
 from kvcache.core.retain import RetentionPolicy
+from kvcache.presets import Model
 from kvcache.presets.find import find_model
 from kvcache.retention import Dense, Sparse
 
@@ -73,16 +74,21 @@ class ReplaySettings:
             page_sizes(geometry, self.preset)
 
     @cached_property
+    def model(self) -> Model:
+        """The preset, or what the config says."""
+        return find_model(self.preset)[0]
+
+    @cached_property
     def geometry(self) -> Geometry:
         """The preset's groups, as one rank has them."""
-        found, _ = find_model(self.preset)
         try:
-            return found.geometry(
+            return self.model.geometry(
                 block_tokens=self.block_tokens, tp=self.tp, dcp=self.dcp, kv_dtype=self.kv_dtype
             )
         except ConfigError as error:
             raise ConfigError(
-                f"--preset {self.preset} with --block-tokens {self.block_tokens}: {error}"
+                f"--preset {self.preset} with pages of {self.block_tokens} tokens (--block-tokens):"
+                f" {error}"
             ) from error
 
     def policy(self) -> RetentionPolicy:

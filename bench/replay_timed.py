@@ -26,7 +26,7 @@ from kvcache.bench.replay import (
     foreign_digests,
     require_fitting,
     session_label,
-    too_long,
+    too_large,
     with_forgotten,
 )
 from kvcache.bench.replay_manager import ReplayManager, Story
@@ -238,7 +238,7 @@ class TimedReplay:
                 tokens=self._stamp_tokens(request),
             )
         except CapacityError as error:
-            raise too_long(self._path, request, self._settings, self._geometry) from error
+            raise too_large(self._path, request, self._settings, self._geometry) from error
         self._engine_seconds += thread_time() - used
         self._open[handle] = _Open(ticket, request, ideal)
         self._expected_tokens += request.prompt_tokens + max(1, request.output_tokens) - 1

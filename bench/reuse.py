@@ -3,7 +3,8 @@
     tokens   0 ------- kept boundary ............ reuse ends ------- prompt ends
              | what a hit covers    | reuse distance |  new          |
 
-With interval 0 a hit ends at the last boundary that is known to be of use (docs/retention.md). The
+With interval 0 a hit ends at the last boundary that is known to be of use (docs/retention.md): the ends
+of prompts, and junctions, which a model without full attention never finds. The
 *reuse distance* is what full attention would have served beyond: a state or window kept in between
 saves a part of it.
 """
@@ -40,7 +41,7 @@ class ReuseProfile(NamedTuple):
     requests: int
     prompt_tokens: int
     hit_tokens: int
-    """What full attention serves."""
+    """What full attention serves, or would."""
     unique_tokens: int
     """Computed at least once: what full attention keeps."""
     boundaries: int
@@ -60,7 +61,7 @@ CODING_AGENTS = ReuseProfile(
     prompt_tokens=4_366_755_654,
     hit_tokens=4_207_314_432,
     unique_tokens=157_206_912,
-    boundaries=36_430,
+    boundaries=36_666,
     distance_tokens=(768, 15_360, 182_144),
     distant_requests=1_214,
     uses=(
@@ -82,22 +83,47 @@ CODING_AGENTS = ReuseProfile(
 """What is assumed without a trace: `profile_trace` of claude_code_sessions_500.csv.gz (README,
 "Traces") on a grid of 128."""
 
+_SAVED_WITHOUT_JUNCTIONS = (
+    *(19_455_488, 19_363_328, 19_185_920, 18_925_952, 18_461_696, 17_386_880, 15_555_968),
+    *(10_682_624, 9_230_336, 7_750_912, 5_390_336, 2_883_584, 524_288),
+)
+CODING_AGENTS_WITHOUT_JUNCTIONS = CODING_AGENTS._replace(
+    boundaries=35_452,
+    distance_tokens=(4_864, 15_872, 183_808),
+    distant_requests=1_377,
+    uses=tuple(
+        use._replace(saved_tokens=saved)
+        for use, saved in zip(CODING_AGENTS.uses, _SAVED_WITHOUT_JUNCTIONS, strict=True)
+    ),
+)
+"""The same for a model without full attention."""
 
-def profile_trace(trace: TraceFile, grid_tokens: int) -> ReuseProfile:
+
+def profile_trace(trace: TraceFile, grid_tokens: int, *, junctions: bool = True) -> ReuseProfile:
     """Reads a trace in file order. Memory is O(unique blocks).
+
+    Args:
+        junctions: the model has full attention, which shows where prompts part.
 
     Raises:
         InputError: a broken line, named.
     """
-    return profile_requests(trace.requests(), trace.block_tokens, grid_tokens, str(trace.path))
+    return profile_requests(
+        trace.requests(), trace.block_tokens, grid_tokens, str(trace.path), junctions=junctions
+    )
 
 
 def profile_requests(
-    requests: Iterable[TraceRequest], block_tokens: int, grid_tokens: int, source: str
+    requests: Iterable[TraceRequest],
+    block_tokens: int,
+    grid_tokens: int,
+    source: str,
+    *,
+    junctions: bool = True,
 ) -> ReuseProfile:
     """The same of any requests whose blocks have `block_tokens` tokens."""
     unit = math.lcm(block_tokens, grid_tokens)
-    seen = _Seen(unit // block_tokens, unit)
+    seen = _Seen(unit // block_tokens, unit, junctions=junctions)
     lengths: list[tuple[int, int, int]] = []
     prompt_tokens = 0
     for request in requests:
@@ -140,9 +166,10 @@ def _uses(
 class _Seen:
     """Which units were computed before, and at the end of which a boundary is kept."""
 
-    def __init__(self, blocks_per_unit: int, unit_tokens: int) -> None:
+    def __init__(self, blocks_per_unit: int, unit_tokens: int, *, junctions: bool) -> None:
         self._stride = blocks_per_unit
         self._unit = unit_tokens
+        self._junctions = junctions
         self._known = np.zeros(1024, dtype=np.bool_)
         self._kept = np.zeros(1024, dtype=np.bool_)
         self.units = 0
@@ -166,7 +193,8 @@ class _Seen:
         self.units += len(ends) - run
         self.new_from.append(run)
         self._keep(ends, (prompt_tokens - 1) // self._unit)  # the replay boundary
-        if kept < full:
+        self._keep(ends, prompt_tokens // self._unit)  # the end of the turn
+        if kept < full and self._junctions:
             self._keep(ends, full)  # a junction: the next sighting hits
         return len(ends), full, kept
 

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.bench.interval import Suggestion, suggest_interval
-from kvcache.bench.reuse import CODING_AGENTS, ReuseProfile, profile_trace
+from kvcache.bench.replay_settings import STEP_TOKENS
+from kvcache.bench.reuse import (
+    CODING_AGENTS,
+    CODING_AGENTS_WITHOUT_JUNCTIONS,
+    ReuseProfile,
+    profile_trace,
+)
 from kvcache.bench.sizing import (
     boundary_bytes,
     boundary_pages,
@@ -20,7 +26,6 @@ from kvcache.core.layout import Geometry
 from kvcache.core.values import human_bytes
 from kvcache.presets import Model
 from kvcache.presets.find import find_model
-from kvcache.presets.hf_config import QUANTISED_KV
 from kvcache.presets.layers import CompressedLatent, Full, Indexed, Latent
 
 _GRID_TOKENS = 128
@@ -62,9 +67,10 @@ def size_report(asked: SizeRequest) -> dict[str, Any]:
             f"--interval {interval} is neither dense, nor 0, nor a multiple of the hit grid of"
             f" {grid} tokens (--block-tokens)"
         )
-    profile = CODING_AGENTS
+    junctions = _keeps_all_tokens(geometry)
+    profile = CODING_AGENTS if junctions else CODING_AGENTS_WITHOUT_JUNCTIONS
     if asked.trace is not None:
-        profile = profile_trace(open_trace(asked.trace), grid)
+        profile = profile_trace(open_trace(asked.trace), grid, junctions=junctions)
     slabs = None if memory is None else geometry.slabs_in(memory)
     if slabs == 0:
         raise ConfigError(
@@ -95,16 +101,14 @@ def size_report(asked: SizeRequest) -> dict[str, Any]:
         "memory_slabs": slabs,
         "contexts": sessions,
         **_suggestion(suggest_interval(geometry, profile, memory), profile),
-        "notes": [*_notes(chosen, geometry, asked), *_too_small(sessions)],
-        "unverified": _unverified(chosen, asked),
+        "notes": [
+            *_too_small(sessions),
+            *_notes(chosen, geometry, asked),
+            *_coarser(profile, geometry, asked),
+        ],
+        "unverified": list(chosen.unverified),
         "sources": list(chosen.sources),
     }
-
-
-def _unverified(chosen: Model, asked: SizeRequest) -> list[str]:
-    """Without what the file says of other types of KV, once a type is chosen."""
-    told = chosen.unverified
-    return [t for t in told if asked.kv_dtype == "auto" or not t.startswith(QUANTISED_KV)]
 
 
 def _geometry(chosen: Model, asked: SizeRequest) -> Geometry:
@@ -120,9 +124,15 @@ def _geometry(chosen: Model, asked: SizeRequest) -> Geometry:
             pages_of(_GRID_TOKENS)  # if these do not work either, it is not the block
             raise ConfigError(f"--block-tokens {asked.block_tokens}: {error}") from error
     try:
-        return pages_of(max(_LEAST_BLOCK, _GRID_TOKENS // max(1, asked.dcp)))
+        found = pages_of(max(_LEAST_BLOCK, _GRID_TOKENS // max(1, asked.dcp)))
     except ConfigError:  # entries of many tokens need pages of as many
         return pages_of(_GRID_TOKENS)
+    return found if asked.dcp == 1 or _keeps_all_tokens(found) else pages_of(_GRID_TOKENS)
+
+
+def _keeps_all_tokens(geometry: Geometry) -> bool:
+    """Whether any group does: what DCP deals out, and what a junction is found by."""
+    return any(rules.kind == "full" for rules in geometry.rules)
 
 
 def _block_tokens(geometry: Geometry) -> int:
@@ -226,8 +236,15 @@ def _policy(interval_tokens: int | None) -> int | str:
 
 def _notes(chosen: Model, geometry: Geometry, asked: SizeRequest) -> list[str]:
     """What a reader of the numbers should know."""
-    notes = []
-    if asked.dcp > 1 and (copies := _copies(chosen, asked.tp)) < asked.dcp:
+    notes = chosen.kv_notes(asked.kv_dtype)
+    if asked.dcp > 1 and not _keeps_all_tokens(geometry):
+        notes.append(
+            f"DCP {asked.dcp} changes nothing: it deals out the tokens of attention that keeps all of"
+            " them, and this model has none; windows and states are on every rank"
+        )
+    elif asked.tp % asked.dcp and asked.tp >= asked.dcp:
+        notes.append(f"DCP {asked.dcp} does not divide TP {asked.tp}: vLLM refuses it")
+    elif asked.dcp > 1 and (copies := _copies(chosen, asked.tp)) < asked.dcp:
         notes.append(
             f"DCP {asked.dcp}: vLLM takes its context-parallel ranks among those that hold the same"
             f" KV, {copies} at TP {asked.tp}; here they are more ranks"
@@ -238,12 +255,33 @@ def _notes(chosen: Model, geometry: Geometry, asked: SizeRequest) -> list[str]:
             " the model allows"
         )
     indexed = any(isinstance(layers, Latent) and layers.index_dim for layers in chosen.layers)
-    if indexed and asked.kv_dtype == "fp8":
+    if indexed and chosen.kv_format(asked.kv_dtype) == "fp8":
         notes.append(
             "index keys have a byte an element and a scale in every format; on Hopper vLLM serves"
             " sparse MLA in fp8_ds_mla when fp8 is asked for"
         )
+    if (extra := _step_bytes(geometry)) > 0:
+        notes.append(
+            f"a prefill step of {STEP_TOKENS:,} tokens has up to {human_bytes(extra)} of windows more"
+            " than `running` until it ends; smaller steps have less"
+        )
+    if len(geometry.pages_per_slab) > 1 and asked.memory_bytes is not None:
+        notes.append(
+            "`cached fit` is that of an engine which copies pages (movable=True of the Manager): with"
+            " pages that stay where they are, slabs of evicted sessions stay partly in use"
+        )
     return [*notes, *_dealt(chosen, asked.tp)]
+
+
+def _step_bytes(geometry: Geometry) -> int:
+    """What a step of many tokens takes of windows beside the grid unit that `pages_needed` has."""
+    more = max(0, STEP_TOKENS - geometry.grid_tokens)
+    return geometry.pool_bytes(
+        [
+            more // rules.block_tokens if rules.kind == "span" and not rules.transient else 0
+            for rules in geometry.rules
+        ]
+    )
 
 
 def _dealt(chosen: Model, tp: int) -> list[str]:
@@ -278,6 +316,20 @@ def _copies(chosen: Model, tp: int) -> int:
         if isinstance(layers, Full | Indexed)
     ]
     return min(copies, default=1)
+
+
+def _coarser(profile: ReuseProfile, geometry: Geometry, asked: SizeRequest) -> list[str]:
+    grid = geometry.grid_tokens
+    if asked.trace is None or profile.unit_tokens == grid:
+        return []
+    return [
+        (
+            f"the trace's reuse is known at multiples of {profile.unit_tokens:,} tokens alone, which its"
+            f" blocks and the hit grid of {grid:,} have in common: reuse looks shorter than it is, and so"
+            " does what an interval saves; a --block-tokens whose grid divides the trace's blocks, or is a"
+            " multiple of them, is exact"
+        )
+    ]
 
 
 def _too_small(sessions: list[dict[str, Any]]) -> list[str]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
 from kvcache.core.specs import GroupRules
 
 MAX_CONTEXT_TOKENS = 10**9
+_PART = 2**18
+"""Boundaries that are looked at together."""
 
 
 class BoundaryBytes(NamedTuple):
@@ -94,13 +97,19 @@ def kept_session(geometry: Geometry, tokens: int, interval_tokens: int | None) -
     grid = geometry.grid_tokens
     _check(geometry, tokens, interval_tokens)
     step = grid if interval_tokens is None else interval_tokens
-    end = tokens // grid * grid
-    positions = np.arange(step, tokens + 1, step, dtype=np.int64) if step else np.array([], int)
-    if end and (not len(positions) or positions[-1] != end):
-        positions = np.append(positions, end)
-    pages = tuple(_kept_pages(rules, tokens, positions) for rules in geometry.rules)
+    pages = [0 for _ in geometry.rules]
+    ends = [0 for _ in geometry.rules]
+    boundaries = 0
+    for positions in _boundaries(tokens, step, tokens // grid * grid):
+        boundaries += len(positions)
+        for i, rules in enumerate(geometry.rules):
+            more, ends[i] = _kept_pages(rules, positions, ends[i])
+            pages[i] += more
+    for i, rules in enumerate(geometry.rules):
+        if rules.kind == "full":
+            pages[i] = tokens // rules.block_tokens
     kept = any(rules.kind in {"span", "state"} for rules in geometry.rules)
-    return KeptSession(pages, len(positions) if kept else 0)
+    return KeptSession(tuple(pages), boundaries if kept else 0)
 
 
 def sessions_that_fit(geometry: Geometry, slabs: int, pages: Sequence[int]) -> int:
@@ -144,7 +153,7 @@ def _boundary_pages(rules: GroupRules, grid_tokens: int) -> int:
 
 def _check(geometry: Geometry, tokens: int, interval_tokens: int | None) -> None:
     if not 1 <= tokens <= MAX_CONTEXT_TOKENS:
-        raise ConfigError(f"a context has {tokens} tokens: give 1 to {MAX_CONTEXT_TOKENS}")
+        raise ConfigError(f"--context {tokens}: a session has 1 to {MAX_CONTEXT_TOKENS} tokens")
     grid = geometry.grid_tokens
     if interval_tokens is not None and (interval_tokens < 0 or interval_tokens % grid):
         raise ConfigError(
@@ -153,17 +162,23 @@ def _check(geometry: Geometry, tokens: int, interval_tokens: int | None) -> None
         )
 
 
-def _kept_pages(rules: GroupRules, tokens: int, positions: np.ndarray) -> int:
-    """Distinct pages that hits at these ascending positions read."""
-    if rules.kind == "private":
-        return 0
+def _boundaries(tokens: int, step: int, end: int) -> Iterator[NDArray[np.int64]]:
+    """Multiples of `step` (0: none) up to `tokens`, and `end`: ascending, in parts of bounded size."""
+    most = tokens // step if step else 0
+    for first in range(0, most, _PART):
+        yield np.arange(first + 1, min(first + _PART, most) + 1, dtype=np.int64) * step
+    if end > most * step:
+        yield np.array([end], np.int64)
+
+
+def _kept_pages(rules: GroupRules, positions: NDArray[np.int64], counted: int) -> tuple[int, int]:
+    """Pages that hits at these ascending positions read, from block `counted` on; and where they end."""
     if rules.kind == "state":
-        return len(positions)
-    block = rules.block_tokens
-    if rules.kind == "full":
-        return tokens // block
+        return len(positions), 0
+    if rules.kind != "span":
+        return 0, 0
     chunk = positions // rules.chunk_tokens * rules.chunk_tokens
-    first = np.maximum(chunk - rules.lead_tokens, 0) // block
-    end = -(-positions // block)
-    counted = np.concatenate(([0], end[:-1]))  # blocks up to here belong to earlier positions
-    return int(np.maximum(end - np.maximum(first, counted), 0).sum())
+    first = np.maximum(chunk - rules.lead_tokens, 0) // rules.block_tokens
+    end = -(-positions // rules.block_tokens)
+    before = np.concatenate(([counted], end[:-1]))  # blocks up to here belong to earlier positions
+    return int(np.maximum(end - np.maximum(first, before), 0).sum()), int(end[-1])

@@ -25,7 +25,7 @@ struct Content {
     // Ticks of the manager's own clock, which counts starts, ends and lookups; 0: never.
     uint64_t started = 0;  // was last given pages
     uint64_t ended = 0;    // last lost them
-    uint64_t cleared = 0;  // its keys were last dropped, and it did not start since
+    uint64_t cleared = 0;  // its keys were first dropped since it started
     uint64_t closed = 0;   // 0: open
     bool aborted = false;
     int64_t closed_ns = 0;  // of the steady clock
@@ -40,6 +40,9 @@ struct Content {
     std::vector<int32_t> tokens;  // empty for foreign keys
     int64_t n_tokens = 0;
 
+    void clear_at(uint64_t tick) {
+        if (!cleared) cleared = tick;
+    }
     bool shares_root(const Content& other) const { return foreign == other.foreign && root == other.root; }
     // It held pages then: what it had computed was there.
     bool ran_at(uint64_t tick) const { return started && started < tick && (ended < started || ended > tick); }

@@ -158,10 +158,17 @@ void Manager::explain_new(const Request& r, const Request::Lost& lost, std::vect
     const Sibling apart = longest_under_another_root(r, std::max(common, at));
     if (apart.content) add(apart.difference.position / grid_ * grid_, KVC_LOST_KEY, KVC_WHY_NEW, &apart);
     else if (related && differing.content) {
-        const bool tokens = differing.difference.kind == Difference::kTokens;
-        kvc_loss* loss = add(differing.content->n_tokens / grid_ * grid_, tokens ? KVC_LOST_TOKENS : KVC_LOST_KEY,
-                             KVC_WHY_NEW, &differing);
-        if (loss) show_difference(r, differing, loss);
+        if (differing.difference.kind == Difference::kExtra) {
+            const int64_t equal = equal_tokens(r, *differing.content, differing.difference.position);
+            kvc_loss* loss = add((equal + grid_ - 1) / grid_ * grid_, KVC_LOST_KEY, KVC_WHY_NEW, &differing);
+            if (loss) show_difference(r, differing, loss);
+            differing.difference = {Difference::kTokens, equal};
+        }
+        if (differing.difference.position < std::min(r.losses.tokens(), differing.content->n_tokens)) {
+            kvc_loss* loss =
+                add(differing.content->n_tokens / grid_ * grid_, KVC_LOST_TOKENS, KVC_WHY_NEW, &differing);
+            if (loss) show_difference(r, differing, loss);
+        }
     }
     add(lost.end, KVC_LOST_NEW, KVC_WHY_NEW, nullptr);
 }

@@ -39,7 +39,7 @@ void History::add(Content&& content) noexcept {
         if (!content.started) {
             content.started = before.started;
             content.ended = before.ended;
-            content.cleared = std::max(content.cleared, before.cleared);
+            content.cleared = before.cleared;
         }
         drop(known);
     }

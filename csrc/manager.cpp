@@ -210,7 +210,7 @@ int32_t Manager::namespace_use(uint32_t ns, int64_t* uses) {
 // Requests that hold pages run on, and leave no keys until they start anew; retired ones never.
 void Manager::mute(Request& r, bool retire) {
     r.muted |= r.state != RequestState::kWaiting;
-    r.cleared = tick_;
+    r.clear_at(tick_);
     r.retired |= retire;
     if (!retire) return;
     r.looked_up = false;  // what it found is of the old root
@@ -223,7 +223,7 @@ int32_t Manager::clear(bool retire) {
     ++tick_;
     for (const Slot& slot : slots_)
         if (slot.request) mute(*slot.request, retire);
-    history_.each([&](Content& content) { content.cleared = tick_; });
+    history_.each([&](Content& content) { content.clear_at(tick_); });
     for (auto& [id, load] : loads_) load.muted = true;
     arena_.forget_all();
     keyed_.clear();
@@ -238,7 +238,7 @@ int32_t Manager::clear_namespaces(const uint32_t* ns, int64_t n, bool retire) {
     for (const Slot& slot : slots_)
         if (slot.request && chosen.of(slot.request->ns)) mute(*slot.request, retire);
     history_.each([&](Content& content) {
-        if (chosen.of(content.ns)) content.cleared = tick_;
+        if (chosen.of(content.ns)) content.clear_at(tick_);
     });
     for (auto& [id, load] : loads_)
         if (chosen.of(load.ns)) load.muted = true;

@@ -150,6 +150,7 @@ class Manager final : private KeyListener {
     template <typename Visit>
     void each_other(const Request& r, Visit&& visit) const;
     Difference difference(const Request& r, const Content& other, int64_t links) const;
+    static int64_t equal_tokens(const Request& r, const Content& other, int64_t begin);
     int64_t common_links(const Request& r, const Content& other, int64_t known) const;
     static int64_t computed_before(const Sibling& other, uint64_t tick);
     Sibling longest_common(const Request& r, bool running, Sibling* differing = nullptr) const;

@@ -56,8 +56,8 @@ int32_t Manager::check_open(const kvc_open_args& args) const {
     for (const int64_t count : class_needs(args.max_tokens)) slabs += count;
     if (slabs > arena_.slabs())
         return fail(KVC_E_CAPACITY,
-                    "a request of up to %lld tokens needs %lld slabs, the arena has %lld: raise its memory, or lower"
-                    " max_tokens",
+                    "a request of up to %lld tokens needs %lld slabs, the arena has %lld: raise `slabs` of the manager,"
+                    " or lower max_tokens",
                     static_cast<L>(args.max_tokens), static_cast<L>(slabs), static_cast<L>(arena_.slabs()));
     return KVC_OK;
 }

@@ -49,8 +49,15 @@ Manager::Difference Manager::difference(const Request& r, const Content& other, 
     const int64_t at =
         std::mismatch(first, r.tokens.begin() + last, other.tokens.begin() + begin).first - r.tokens.begin();
     const int64_t extra = first_extra(r, other, begin, begin + unit_);
-    if (extra < end && extra <= at) return {Difference::kExtra, extra};
+    if (extra < end && extra < at) return {Difference::kExtra, extra};
     return {at < last ? Difference::kTokens : Difference::kEnd, at};
+}
+
+// Up to where both have the same tokens, which they have up to `begin`.
+int64_t Manager::equal_tokens(const Request& r, const Content& other, int64_t begin) {
+    const auto first = r.tokens.begin() + begin;
+    const auto last = r.tokens.begin() + std::min(r.losses.tokens(), other.n_tokens);
+    return std::mismatch(first, last, other.tokens.begin() + begin).first - r.tokens.begin();
 }
 
 // Links are chained, so two that are equal tell that all before them are: a binary search. The first `known` are.

@@ -9,6 +9,7 @@ Exit status: 0 done; 2 wrong usage or bad input, with one line on stderr; 1 fail
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import os
@@ -133,8 +134,10 @@ def _said(end: SystemExit) -> int:
 
 
 def _say(message: str) -> None:
-    """One line on stderr."""
-    sys.stderr.write(f"kvcache: {' '.join(message.split())}\n")
+    """One line on stderr, if anybody is there to read it."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"kvcache: {' '.join(message.split())}\n")
+        sys.stderr.flush()
 
 
 def _report(error: KVCacheError | OSError | ModuleNotFoundError) -> int:

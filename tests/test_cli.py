@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
+import io
 import json
 import os
 import pkgutil
@@ -223,11 +225,42 @@ def test_progress_is_silent_where_no_terminal_is(capsys: pytest.CaptureFixture[s
 
 def test_progress_rewrites_one_line_of_a_terminal() -> None:
     keyboard, screen = os.openpty()
-    with os.fdopen(screen, "w") as stream, output.Progress(stream) as line:
-        line.update("half way")
-    shown = os.read(keyboard, 1000).decode()
+    expected = b"\r\x1b[Khalf way\r\x1b[K"
+    with os.fdopen(screen, "w") as stream:
+        with output.Progress(stream) as line:
+            line.update("half way")
+        shown = b""
+        while len(shown) < len(expected):  # a terminal hands on what is written piece by piece
+            shown += os.read(keyboard, 1000)
     os.close(keyboard)
-    assert shown == "\r\x1b[Khalf way\r\x1b[K"
+    assert shown == expected
+
+
+def test_progress_ends_where_its_terminal_does() -> None:
+    keyboard, screen = os.openpty()
+    with os.fdopen(screen, "w") as stream, output.Progress(stream) as line:
+        os.close(keyboard)
+        line.update("half way")
+        line.update("further")
+
+
+def test_what_nobody_can_be_told_changes_no_status(verb: SimpleNamespace) -> None:
+    verb.run = raises(ConfigError("wrong"))
+
+    class Gone(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with contextlib.redirect_stderr(Gone()):
+        assert cli.main(["probe"]) == 2
+
+
+def test_a_pipe_without_a_path_is_written_to() -> None:
+    reader, writer = os.pipe()
+    output.write_atomically(f"/dev/fd/{writer}", "text")
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        assert stream.read() == "text"
 
 
 def test_doctor_reports_what_it_found() -> None:

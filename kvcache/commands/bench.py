@@ -14,11 +14,10 @@ from typing import Any
 from kvcache.commands.numbers import SUFFIXES, byte_count, token_number, whole_number
 from kvcache.commands.output import (
     Progress,
-    as_json,
+    also_in,
     emit_json,
     require_apart,
     require_writable,
-    write_atomically,
 )
 from kvcache.core.errors import ConfigError
 from kvcache.engine.model_file import find_model_file
@@ -337,10 +336,10 @@ def run(args: argparse.Namespace) -> int:
         require_apart(args.output, _inputs(args.name, given))
     with Progress() as progress:
         report, lines = BENCHES[args.name](given, args.seed, progress.update)
-    if args.json:
-        emit_json(report)
-    else:
-        sys.stdout.write("\n".join(lines) + "\n")
-    if args.output is not None:
-        write_atomically(args.output, as_json(report))
+    with also_in(args.output, report):
+        if args.json:
+            emit_json(report)
+        else:
+            sys.stdout.write("\n".join(lines) + "\n")
+            sys.stdout.flush()
     return 0

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 from kvcache.commands.numbers import whole_number
 from kvcache.commands.output import (
     Progress,
-    as_json,
+    also_in,
     emit_json,
     require_apart,
     require_writable,
-    write_atomically,
 )
 from kvcache.engine.model_file import find_model_file
 
@@ -132,13 +131,12 @@ def run(args: argparse.Namespace) -> int:
             settings, kit, script, folder / "disk", begins=begins, ended=ended
         )
     result = demo.record(settings, kit, modes, restart)
-    if args.json:
-        emit_json(result)
-    else:
-        say(f"\n{render(result)}")
+    with also_in(args.output, result):
+        if args.json:
+            emit_json(result)
+        else:
+            say(f"\n{render(result)}")
     if args.output is not None:
-        # After what is printed: a disk that is full by now does not take the result along.
-        write_atomically(args.output, as_json(result))
         say(f"\nfigures of every turn: {args.output}")
     return 1 if any(o["differences"] for o in result["outputs"]) else 0
 

@@ -9,13 +9,14 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kvcache.bench.replay import play
 from kvcache.bench.traces import TraceRequest
 from kvcache.commands.numbers import whole_number
 from kvcache.commands.output import Progress, emit_json
 from kvcache.commands.replay import add_trace_arguments, open_replay
 from kvcache.core.errors import ConfigError
 from kvcache.core.explain_words import lines
-from kvcache.core.explanation import Explanation, LastBlock, NotStored, Other
+from kvcache.core.explanation import CAUSES, Explanation, LastBlock, NotStored, Other
 
 HELP = (
     "Replays a trace through the block manager and says why tokens were no hit: sums by cause, and the"
@@ -33,6 +34,10 @@ class Explained(NamedTuple):
     """In the order of the replay, the first is 1. Lines can be played more than once (`--lanes`)."""
     request: TraceRequest
     explanation: Explanation
+
+    def lost_to(self, cause: str) -> int:
+        """Tokens of one cause."""
+        return self.explanation.lost()[cause]
 
     @property
     def avoidable(self) -> int:
@@ -95,10 +100,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top",
         type=whole_number,
-        default=DEFAULT_TOP,
         metavar="N",
         help="how many of the requests to show that lost most, new content and last blocks apart"
         f" (default: {DEFAULT_TOP})",
+    )
+    parser.add_argument(
+        "--cause",
+        choices=CAUSES,
+        help="show the requests that lost most to this cause, those that lost nothing to it not at all",
     )
     parser.add_argument(
         "--request",
@@ -110,18 +119,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay and explain; 0 unless the request is not there."""
-    if not 0 <= args.top <= MOST_TOP:
-        raise ConfigError(f"--top is {args.top}: it must be from 0 to {MOST_TOP}")
-    if args.request is not None and args.request < 1:
-        raise ConfigError(f"--request is {args.request}: requests count from 1")
+    top = DEFAULT_TOP if args.top is None else args.top
+    if not 0 <= top <= MOST_TOP:
+        raise ConfigError(f"--top is {top}: it must be from 0 to {MOST_TOP}")
+    if args.request is not None:
+        if args.request < 1:
+            raise ConfigError(f"--request is {args.request}: requests count from 1")
+        if args.top is not None or args.cause is not None:
+            raise ConfigError("--request shows one request: --top and --cause choose among all")
     started = time.perf_counter()
     replay, requests = open_replay(args)
     worst: list[tuple[int, int, Explained]] = []
     numbers: dict[int, int] = {}  # by handle
     count = 0
     with Progress() as progress:
-        for count, request in enumerate(requests, 1):
-            explained = Explained(count, request, replay.serve(request))
+        for count, (request, explanation) in enumerate(play(replay, requests), 1):
+            explained = Explained(count, request, explanation)
             numbers[replay.handle] = count
             progress.update(f"explain: {count} requests, {time.perf_counter() - started:.0f} s")
             if args.request is not None:
@@ -129,9 +142,10 @@ def run(args: argparse.Namespace) -> int:
                     continue
                 worst = [(0, 0, explained)]
                 break
-            if request.counted and args.top:
-                entry = (explained.avoidable, -count, explained)
-                (heapq.heappush if len(worst) < args.top else heapq.heappushpop)(worst, entry)
+            lost = explained.lost_to(args.cause) if args.cause else explained.avoidable
+            if request.counted and top and (lost or not args.cause):
+                entry = (lost, -count, explained)
+                (heapq.heappush if len(worst) < top else heapq.heappushpop)(worst, entry)
     if args.request is not None and not worst:
         raise ConfigError(f"--request {args.request}: {args.trace} has {count} requests to replay")
     shown = [
@@ -139,6 +153,7 @@ def run(args: argparse.Namespace) -> int:
         for _, _, explained in sorted(worst, reverse=True)
     ]
     report = replay.report() | {
+        "played_requests": count,
         "shown": [explained.values() for explained in shown],
         "wall_seconds": time.perf_counter() - started,
     }
@@ -169,11 +184,15 @@ def describe(report: dict[str, Any], shown: list[Explained]) -> list[str]:
     rate = report["hit_tokens"] / prompt
     requests = f"{report['requests']:,} requests"
     rows = [f"{requests}, {report['prompt_tokens']:,} prompt tokens, {rate:.4f} of them hit; lost:"]
+    if warm_up := report["played_requests"] - report["requests"]:
+        rows.insert(0, f"{warm_up:,} requests of the warm-up are numbered too, and in no sum")
     rows += [
         f"  {cause:13}  {tokens / prompt:.4f}  ({tokens:,} tokens)"
         for cause, tokens in report["lost_tokens_by_cause"].items()
         if tokens
     ]
+    if not shown:
+        rows.append("no request to show")
     for explained in shown:
         rows += ["", *explained.describe()]
     return rows

@@ -76,6 +76,16 @@ def byte_count(text: str) -> int:
     return int(value)
 
 
+def hours(text: str) -> float:
+    """A number of hours; its range is for what is asked for to check."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of hours: expected one such as 1 or 0.25"
+        ) from None
+
+
 def whole_number(text: str) -> int:
     """A whole number; its range is for what is asked for to check."""
     if not re.fullmatch(r"-?[0-9]+", text, re.ASCII):

@@ -9,7 +9,8 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
@@ -86,15 +87,31 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     Raises:
         OSError: no such folder, no permission, a full disk.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(path)
     try:
-        if target.exists() and not target.is_file():
+        if (
+            target.exists() and not target.is_file()
+        ):  # also one that has no path of its own: /dev/fd/N
             with target.open("wb") as stream:
                 stream.write(text.encode())
         else:
-            _replace(target, text.encode())
+            _replace(Path(os.path.realpath(path)), text.encode())
     except OSError as error:  # a failed write does not know its file's name
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+@contextmanager
+def also_in(path: str | None, report: object) -> Iterator[None]:
+    """Around what prints the report: then it is written as JSON to `path`, if there is one.
+
+    Neither place takes it from the other: a full disk leaves what is printed, a reader who has left
+    the file. Raises what failed last.
+    """
+    try:
+        yield
+    finally:
+        if path is not None:
+            write_atomically(path, as_json(report))
 
 
 def _replace(target: Path, data: bytes) -> None:
@@ -114,7 +131,7 @@ def _replace(target: Path, data: bytes) -> None:
 
 
 class Progress:
-    """One line on stderr that rewrites itself; silent where stderr is not a terminal.
+    """One line on stderr that rewrites itself; silent where stderr is not a terminal, or none any more.
 
     Use as a context manager: the line is wiped at the end.
     """
@@ -130,15 +147,22 @@ class Progress:
         if not self._live or now < self._next_seconds:
             return
         self._next_seconds = now + PROGRESS_SECONDS
-        columns = os.get_terminal_size(self._stream.fileno()).columns or 80
-        self._stream.write(f"\r\x1b[K{text[: columns - 1]}")
-        self._stream.flush()
+        self._write(lambda: f"\r\x1b[K{text[: self._columns() - 1]}")
 
     def close(self) -> None:
         """Wipe the line."""
         if self._live:
-            self._stream.write("\r\x1b[K")
+            self._write(lambda: "\r\x1b[K")
+
+    def _columns(self) -> int:
+        return os.get_terminal_size(self._stream.fileno()).columns or 80
+
+    def _write(self, text: Callable[[], str]) -> None:
+        try:
+            self._stream.write(text())
             self._stream.flush()
+        except OSError:  # the terminal has gone: the work has not
+            self._live = False
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvcache.bench.replay import Replay
+from kvcache.bench.replay import Replay, play
 from kvcache.bench.replay_settings import (
     DEFAULT_PRESET,
     STEP_TOKENS,
@@ -24,19 +24,26 @@ from kvcache.bench.replay_timing import (
     pool_tokens_beside,
 )
 from kvcache.bench.traces import Arrivals, LaneSettings, TraceFile, TraceRequest, open_trace
-from kvcache.commands.numbers import SUFFIXES, pool_size, retention, token_count, whole_number
+from kvcache.commands.numbers import (
+    SUFFIXES,
+    hours,
+    pool_size,
+    retention,
+    token_count,
+    whole_number,
+)
 from kvcache.commands.output import (
     Progress,
-    as_json,
+    also_in,
     emit_json,
     require_apart,
     require_writable,
-    write_atomically,
 )
 from kvcache.commands.replay_words import describe
 from kvcache.core.errors import ConfigError
 from kvcache.engine.simulated_hardware import HARDWARE, parse_hardware
 from kvcache.presets import names
+from kvcache.presets.find import config_files
 from kvcache.presets.serving import KV_DTYPES
 from kvcache.presets.weights import parse_weights
 
@@ -182,7 +189,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hours",
-        type=float,
+        type=hours,
         metavar="H",
         help="with --lanes: simulated hours after 10 minutes of warm-up (default: 1)",
     )
@@ -255,7 +262,7 @@ def run(args: argparse.Namespace) -> int:
     """Replay; 0 if no block leaked, else 1."""
     if args.output is not None:
         require_writable(args.output)
-        require_apart(args.output, [args.trace])
+        require_apart(args.output, [args.trace, *config_files(args.preset)])
     started, used = time.perf_counter(), time.process_time()
     report = _timed(args, started) if args.hardware is not None else _at_once(args, started)
     lanes = lane_settings(args)
@@ -265,13 +272,12 @@ def run(args: argparse.Namespace) -> int:
         "wall_seconds": time.perf_counter() - started,
         "cpu_seconds": time.process_time() - used,
     }
-    if args.json:
-        emit_json(report)
-    else:
-        sys.stdout.write("\n".join(describe(report)) + "\n")
-        sys.stdout.flush()
-    if args.output is not None:
-        write_atomically(args.output, as_json(report))
+    with also_in(args.output, report):
+        if args.json:
+            emit_json(report)
+        else:
+            sys.stdout.write("\n".join(describe(report)) + "\n")
+            sys.stdout.flush()
     return 1 if report["leaked_blocks"] else 0
 
 
@@ -280,25 +286,28 @@ def _at_once(args: argparse.Namespace, started: float) -> dict[str, Any]:
     if given:
         raise ConfigError(f"{given[0]} needs --hardware: without it no time passes")
     replay, requests = open_replay(args, oracle=args.oracle is not None, check=args.check)
+    count = 0
     with Progress() as progress:
-        for count, request in enumerate(requests, 1):
-            replay.serve(request)
+        for count, _ in enumerate(play(replay, requests), 1):
             progress.update(f"replay: {count} requests, {time.perf_counter() - started:.0f} s")
-    return replay.report()
+    return replay.report() | {"played_requests": count}
 
 
 def _timed(args: argparse.Namespace, started: float) -> dict[str, Any]:
     replay, arrivals = open_timed(args)
+    played = 0
     with Progress() as progress:
 
         def told(count: int) -> None:
+            nonlocal played
+            played = count
             wall = time.perf_counter() - started
             progress.update(
                 f"replay: {count} requests, {replay.clock.now:,.0f} s simulated, {wall:.0f} s"
             )
 
         replay.run(arrivals, told)
-    return replay.report()
+    return replay.report() | {"played_requests": played}
 
 
 def lane_settings(args: argparse.Namespace) -> LaneSettings | None:

@@ -7,18 +7,33 @@ from typing import Any
 
 def _describe_preset(report: dict[str, Any]) -> str:
     ranks = f"TP {report['tp']}" + (f", DCP {report['dcp']}" if report["dcp"] > 1 else "")
-    kv = "" if report["kv_dtype"] == "auto" else f", KV {report['kv_dtype']}"
-    return f"{report['preset']}, {ranks}{kv}, retention {report['retention']}"
+    return f"{report['preset']}, {ranks}, KV {report['kv_dtype']}, retention {report['retention']}"
 
 
 def _describe_pool(report: dict[str, Any]) -> str:
     tokens, blocks = report["pool_tokens"], report["block_tokens"]
     pages = ", ".join(f"{count:,} {name}" for name, count in report["pages_per_slab"].items())
+    grid = (
+        ""
+        if report["grid_tokens"] == blocks
+        else f", hits on multiples of {report['grid_tokens']:,}"
+    )
     if tokens == "inf":
-        return f"without bound, blocks of {blocks} tokens"
+        return f"without bound, blocks of {blocks} tokens{grid}"
     return (
-        f"{tokens:,} tokens in blocks of {blocks}: {report['pool_slabs']:,} slabs of"
+        f"{tokens:,} tokens in blocks of {blocks}{grid}: {report['pool_slabs']:,} slabs of"
         f" {report['slab_bytes'] / 2**20:,.1f} MiB, pages in one: {pages}"
+    )
+
+
+def _describe_requests(report: dict[str, Any]) -> str:
+    text = f"{report['requests']:,}"
+    if report["lanes"] is None:
+        return text
+    warm_up = report["played_requests"] - report["requests"]
+    return (
+        f"{text} in {report['lanes']} lanes and {report['hours']:g} hours, lines played again among"
+        f" them; {warm_up:,} before, as warm-up"
     )
 
 
@@ -36,7 +51,7 @@ def describe(report: dict[str, Any]) -> list[str]:
         ("trace", report["trace"]),
         ("preset", _describe_preset(report)),
         ("pool", _describe_pool(report)),
-        ("requests", f"{report['requests']:,}"),
+        ("requests", _describe_requests(report)),
         ("prompt tokens", f"{prompt:,}"),
         ("hit rate", _describe_rates(report)),
     ]
@@ -61,7 +76,7 @@ def describe(report: dict[str, Any]) -> list[str]:
     rows += [
         ("peak used", f"{report['peak_used_bytes'] / 2**30:,.1f} GiB"),
         ("leaked blocks", str(report["leaked_blocks"])),
-        ("checks", f"{report['checks']:,}"),
+        *([("checks", f"{report['checks']:,}")] if report["checks"] else []),
         ("wall time", f"{report['wall_seconds']:.1f} s"),
         ("processor time", f"{report['cpu_seconds']:.1f} s"),
         (
@@ -71,6 +86,7 @@ def describe(report: dict[str, Any]) -> list[str]:
             ),
         ),
     ]
+    rows += [("note", text) for text in report["notes"]]
     width = max(len(name) for name, _ in rows)
     return [f"{name:{width}}  {value}" for name, value in rows]
 

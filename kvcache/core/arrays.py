@@ -39,7 +39,8 @@ def flat(values: npt.ArrayLike, dtype: npt.DTypeLike, what: str) -> NDArray[Any]
         raise ConfigError(f"{what} is {_of(array.dtype)}: expected {_items(wanted)}")
     limits, low, high = np.iinfo(wanted), int(array.min()), int(array.max())
     if low < limits.min or high > limits.max:
-        raise ConfigError(f"{what} has values from {low} to {high}: they do not fit in {wanted}")
+        values = f"values from {low} to {high}" if low < high else f"the value {low}"
+        raise ConfigError(f"{what} has {values}: expected {limits.min} to {limits.max} ({wanted})")
     return array.astype(wanted)
 
 

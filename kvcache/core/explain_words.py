@@ -45,6 +45,11 @@ def seconds(value: float) -> str:
     return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
+def counted(number: int, noun: str) -> str:
+    """Such as 1 page, 2 pages."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def name(other: Other) -> str:
     """A request as a sentence calls it."""
     text = f"request {other.handle}"
@@ -99,7 +104,7 @@ def _evicted(e: Evicted, *_: object) -> str:
         return f"{text}; when and for whom is not remembered any more; a larger arena keeps more"
     by = f" for {name(e.by)}" if e.by is not None and e.by.handle else ""
     return (
-        f"{text}: evicted {seconds(e.seconds_ago)} ago{by}; {e.pages_since:,} pages"
+        f"{text}: evicted {seconds(e.seconds_ago)} ago{by}; {counted(e.pages_since, 'page')}"
         f" ({human_bytes(e.bytes_since)}) went from then on until the lookup"
     )
 

@@ -215,8 +215,12 @@ class Manager(ExplainCalls):
         except BaseException:
             self._namespaces.take_back(number)
             raise
-        self._shapes[handle] = shape
-        self._label(handle, label)
+        try:
+            self._shapes[handle] = shape
+            self._label(handle, label)
+        except MemoryError:  # nobody knows the handle
+            self.abort(handle)
+            raise
         return handle
 
     def _admit(self, fields: dict[str, Any]) -> int:

@@ -56,7 +56,7 @@ def wait_seconds(value: object, what: str) -> float:
 def text(value: object, what: str) -> str:
     """`value`, a text that has a UTF-8 form. `ConfigError` for anything else."""
     if not isinstance(value, str):
-        raise ConfigError(f"{what} is {shown(value)}: it must be a valid text")
+        raise ConfigError(f"{what} is {shown(value)}: it must be a text (str)")
     try:
         value.encode()
     except UnicodeEncodeError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from kvcache.core.alike import alike
 from kvcache.core.errors import ConfigError
 from kvcache.core.values import shown
-from kvcache.presets.hf_config import read_hf_config
+from kvcache.presets.hf_config import CONFIG, QUANTISATION, read_hf_config
 from kvcache.presets.model import Model
 from kvcache.presets.registry import model, names
 
@@ -25,6 +25,14 @@ def find_model(name: str) -> tuple[Model, str]:
         f"there is no preset {shown(name)}{alike(name, names())}, and no config.json or folder of"
         f" that path: presets are {', '.join(names())}"
     )
+
+
+def config_files(name: str) -> list[Path]:
+    """Files that `find_model` reads for this name; none for a preset."""
+    if name in names() or not _exists(name):
+        return []
+    config = Path(name) / CONFIG if Path(name).is_dir() else Path(name)
+    return [config, config.with_name(QUANTISATION)]
 
 
 def _exists(name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from kvcache.core.alike import alike
@@ -15,9 +16,12 @@ from kvcache.presets import deepseek, gemma, gpt_oss, kimi, llama, minimax, nemo
 from kvcache.presets.class_defaults import CLASS_DEFAULTS
 from kvcache.presets.fields import Fields
 from kvcache.presets.layers import Layers
-from kvcache.presets.model import Model
+from kvcache.presets.model import Model, StatedKV
 
 MOST_FILE_BYTES = 16 << 20
+CONFIG = "config.json"
+QUANTISATION = "hf_quant_config.json"
+"""ModelOpt's own file, which older checkpoints have beside the config.json."""
 
 _Reader = Callable[[Fields], list[Layers]]
 
@@ -129,15 +133,18 @@ def read_hf_config(source: str | os.PathLike[str] | Mapping[str, object]) -> Mod
         return _read("config", "the config that was given", source)
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(f"a config is {shown(source)}: give a path, or the content as a mapping")
+    if not os.fspath(source):
+        raise ConfigError("a config is '': give a path")
     path = _file(Path(source))
-    return _read(str(source), str(path), _parse(path))
+    model = _read(str(source), str(path), _parse(path))
+    return replace(model, stated_kv=model.stated_kv or _stated_beside(path))
 
 
 def _file(path: Path) -> Path:
     """The file itself, or the one in the folder."""
     try:
         if path.is_dir():
-            path = path / "config.json"
+            path = path / CONFIG
         there, regular = path.exists(), path.is_file()
     except (OSError, ValueError) as error:  # a folder that is closed, no possible name
         raise ConfigError(f"{str(path)[:200]!r} cannot be read: {error}") from error
@@ -184,33 +191,53 @@ def _read(name: str, where: str, values: Mapping[str, object]) -> Model:
         name=name,
         layers=tuple(layers),
         sources=(f"{where}, model type {model_type}",),
-        unverified=(*inner.assumed, *(_quantised_kv(fields) or _quantised_kv(inner))),
+        unverified=tuple(inner.assumed),
+        stated_kv=_stated_kv(fields) or _stated_kv(inner),
     )
 
 
-QUANTISED_KV = ("kv_cache_scheme", "kv_cache_quant_algo")
-"""Fields of a config.json that say that KV is of another type than the weights."""
+_NOT_QUANTISED = ("NONE", "AUTO")
 
 
-def _quantised_kv(fields: Fields) -> list[str]:
-    """What the file says of KV in other types than its weights': engines follow it, `auto` does not.
+def _stated_kv(fields: Fields) -> StatedKV | None:
+    """The type of KV in a config's `quantization_config`, as engines read it.
 
-    Names of compressed-tensors (`kv_cache_scheme`) and of ModelOpt (`kv_cache_quant_algo`, there or in
-    a section `quantization`; "NONE" where KV has the weights' type).
+    compressed-tensors has a `kv_cache_scheme` (bits and type), ModelOpt either that or the name
+    `kv_cache_quant_algo`, there or in a section `quantization`.
     """
     if not fields.has("quantization_config"):
-        return []
+        return None
     section = fields.section("quantization_config")
-    scheme, algorithm = QUANTISED_KV
-    told = [scheme] if section.has(scheme) else []
-    inner = [section.section("quantization")] if section.has("quantization") else []
-    if any(s.has(algorithm) and s.text(algorithm).upper() != "NONE" for s in (section, *inner)):
-        told.append(algorithm)
-    return [
-        f"{name}: the file has one, for KV of another type; kv_dtype 'auto' does not follow it,"
-        " choose the type that the engine stores"
-        for name in told
-    ]
+    return _stated_in(section) or _stated_in_section(section)
+
+
+def _stated_in_section(fields: Fields) -> StatedKV | None:
+    return _stated_in(fields.section("quantization")) if fields.has("quantization") else None
+
+
+def _stated_in(section: Fields) -> StatedKV | None:
+    if section.has("kv_cache_scheme"):
+        scheme = section.section("kv_cache_scheme")
+        if not (scheme.has("num_bits") and scheme.has("type")):
+            return StatedKV("not said which (kv_cache_scheme)", "")
+        bits, kind = scheme.whole("num_bits", most=64), scheme.text("type")
+        words = f"{bits}-bit {shown(kind)} (kv_cache_scheme)"
+        return StatedKV(words, "fp8" if (bits, kind.lower()) == (8, "float") else "")
+    if not section.has("kv_cache_quant_algo"):
+        return None
+    name = section.text("kv_cache_quant_algo")
+    if name.upper() in _NOT_QUANTISED:
+        return None
+    return StatedKV(f"{shown(name)} (kv_cache_quant_algo)", "fp8" if name.upper() == "FP8" else "")
+
+
+def _stated_beside(config: Path) -> StatedKV | None:
+    path = config.with_name(QUANTISATION)
+    try:
+        there = path.is_file()
+    except OSError as error:  # a link into a closed folder
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    return _stated_in_section(Fields(str(path), _parse(path))) if there else None
 
 
 def _types(fields: Fields) -> list[str]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from replays.command import run
+from replays.files import SESSION_0504, csv
 from replays.naive import BLOCK, naive_lru, random_trace, write_trace
 
 from kvcache.bench.replay_settings import fitting_block
@@ -109,7 +113,7 @@ def test_a_preset_may_be_a_config_and_has_the_ranks_and_formats_of_size(
             status, out, _ = run(capsys, *argv, "--pool-tokens", "20k", "--json")
             assert status == 0
             report = json.loads(out)
-            assert (report["dcp"], report["kv_dtype"]) == (2, dtype)
+            assert (report["dcp"], report["kv_dtype"]) == (2, "bf16" if dtype == "auto" else dtype)
             rates[preset, dtype], bytes_[preset, dtype] = report["hit_rate"], report["slab_bytes"]
     assert len(set(rates.values())) == 1
     assert bytes_["llama-3-8b", "auto"] == 2 * bytes_["llama-3-8b", "fp8"]
@@ -147,13 +151,19 @@ def test_output_is_the_same_json_as_on_stdout(
         (("--tp", "0"), "--tp is 0: it must be from 1 to 4096"),
         (("--tp", "4097"), "--tp is 4097: it must be from 1 to 4096"),
         (("--tp", "1000000000"), "--tp is 1000000000: it must be from 1 to 4096"),
-        (("--block-tokens", "512G"), "--block-tokens 512000000000: group 'full' has pages of"),
+        (
+            ("--block-tokens", "512G"),
+            r"with pages of 512000000000 tokens \(--block-tokens\): group",
+        ),
         (("--tp", "x"), "--tp: 'x' is not a whole number"),
         (("--oracle", "lru"), "--oracle: invalid choice"),
         (("--pool-tokens", "-1"), "'-1' is not a number of tokens"),
         (("--pool-tokens", "0"), "'0' is not a number of tokens"),
         (("--pool-tokens", "nan"), "'nan' is not a number of tokens"),
-        (("--pool-tokens", "2k"), "line 3: the request has .* raise --pool-tokens to"),
+        (
+            ("--pool-tokens", "2k"),
+            "line 3: 2048 prompt and 99 output tokens need .* raise --pool-tokens to",
+        ),
         (("--preset", "x"), "there is no preset 'x', and no config.json .*llama-3-8b, .*qwen3"),
         (("--preset", "llama3-8b"), "there is no preset 'llama3-8b' .did you mean 'llama-3-8b'"),
         (("--dcp", "0"), "--dcp is 0: it must be from 1 to 4096"),
@@ -213,9 +223,117 @@ def test_a_broken_trace_ends_with_two_and_leaves_the_output_file_alone(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["o.json", "t.jsonl"]
 
 
+@pytest.mark.parametrize("flags", [("--json",), ()])
+def test_a_reader_who_has_left_does_not_take_the_output_file_along(
+    flags: tuple[str, ...], trace: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "o.json"
+    reader, writer = os.pipe()
+    os.close(reader)
+    argv = [sys.executable, "-m", "kvcache.cli", "replay", str(trace), "--output", str(output)]
+    done = subprocess.run(
+        [*argv, *flags], stdout=writer, stderr=subprocess.PIPE, check=False, timeout=60
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+    assert json.loads(output.read_text())["requests"] == 60
+
+
 def test_a_full_disk_under_the_output_file_ends_with_two(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, _, err = run(capsys, "replay", trace, "--json", "--output", "/dev/full")
+    status, out, err = run(capsys, "replay", trace, "--json", "--output", "/dev/full")
     assert status == 2
+    assert json.loads(out)["requests"] == 60
     assert "/dev/full: No space left on device" in err
+
+
+def test_the_kv_of_a_config_is_followed_or_noted(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "hidden_size": 128,
+    }
+
+    def replay(algorithm: str) -> tuple[dict[str, Any], str]:
+        quantised = config | {"quantization_config": {"kv_cache_quant_algo": algorithm}}
+        (tmp_path / "config.json").write_text(json.dumps(quantised))
+        flags = ("replay", trace, "--preset", tmp_path)
+        return json.loads(run(capsys, *flags, "--json")[1]), run(capsys, *flags)[1]
+
+    report, text = replay("FP8")
+    assert (report["kv_dtype"], report["notes"]) == ("fp8", [])
+    assert report["bytes_per_page"] == {"full": 2 * 2 * 2 * 64 * 512}
+    assert "TP 1, KV fp8," in text
+    report, text = replay("NVFP4")
+    assert report["kv_dtype"] == "bf16"
+    assert report["bytes_per_page"] == {"full": 2 * 2 * 2 * 64 * 512 * 2}
+    (note,) = report["notes"]
+    assert "'NVFP4' (kv_cache_quant_algo)" in note
+    assert re.search(rf"^note +{re.escape(note)}$", text, re.MULTILINE)
+
+
+def test_the_output_is_none_of_the_files_that_the_preset_is_read_from(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    content = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "hidden_size": 128,
+    }
+    config.write_text(json.dumps(content))
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text("{}")
+    for preset in (tmp_path, config):
+        for output in (config, beside):
+            argv = ("replay", trace, "--preset", preset, "--output", output)
+            status, out, err = run(capsys, *argv)
+            assert (status, out) == (2, "")
+            assert f"--output {output} is" in err
+    assert json.loads(config.read_text()) == content
+
+
+def test_a_pool_that_is_too_small_is_told_what_is_enough_for_every_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests = [
+        TraceRequest(n, float(n), "", 0, 512 * blocks + 1, 1, np.arange(blocks, dtype=np.int64))
+        for n, blocks in enumerate((1, 3, 9, 2), 1)
+    ]
+    trace = write_trace(tmp_path / "t.jsonl", requests)
+    status, _, err = run(capsys, "replay", trace, "--preset", "qwen3.5-9b", "--pool-tokens", "5k")
+    assert status == 2
+    assert (
+        "line 2: 1537 prompt and 1 output tokens need 4 slabs with their windows and states" in err
+    )
+    least = re.search(r"or more, (\d+) for the largest request of the trace", err)
+    assert least
+    argv = ("replay", trace, "--preset", "qwen3.5-9b", "--json", "--pool-tokens")
+    assert run(capsys, *argv, least[1])[0] == 0
+    assert run(capsys, *argv, int(least[1]) - 512)[0] == 2
+    assert (
+        f", {least[1]} for the largest request"
+        in run(capsys, "explain", *argv[1:], int(least[1]) - 512)[2]
+    )
+
+
+def test_conditions_of_a_replay_in_lanes_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = csv(tmp_path, SESSION_0504)
+    flags = ("--lanes", 1, "--hours", 4, "--dcp", 3)
+    report = json.loads(run(capsys, "replay", trace, *flags, "--json")[1])
+    text = run(capsys, "replay", trace, *flags)[1]
+    warm_up = report["played_requests"] - report["requests"]
+    assert warm_up > 0
+    assert f"in 1 lanes and 4 hours, lines played again among them; {warm_up} before" in text
+    assert "blocks of 64 tokens, hits on multiples of 192" in text
+    plain = run(capsys, "replay", trace)[1]
+    assert "lanes" not in plain
+    assert "checks" not in plain
+    assert "hits on multiples" not in plain

@@ -231,9 +231,7 @@ def test_a_tier_needs_a_bounded_pool() -> None:
 
 def test_a_request_larger_than_the_pool_is_named() -> None:
     settings = ReplaySettings(block_tokens=BLOCK, pool_tokens=4 * BLOCK)
-    with pytest.raises(
-        CapacityError, match=r"trace, line \d+: the request has .* raise --pool-tokens"
-    ):
+    with pytest.raises(CapacityError, match=r"trace, line \d+: \d+ prompt .* raise --pool-tokens"):
         replayed(random_trace(1), settings, timing())
 
 

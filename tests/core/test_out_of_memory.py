@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from kvcache import FullAttention, Geometry, Manager, Sparse
+
 
 def test_running_out_of_memory_leaves_no_broken_invariant_and_no_leak() -> None:
     script = Path(__file__).with_name("out_of_memory.py")
@@ -59,3 +63,21 @@ def test_a_step_with_many_commits_of_one_request_ends_with_little_memory() -> No
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "30000\n"
+
+
+def test_a_request_whose_label_finds_no_memory_is_not_left_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its handle is never told to anybody."""
+    group = FullAttention(name="full", layers=1, kv_heads=1, head_dim=8, block_tokens=16)
+    manager = Manager(Geometry((group,)), slabs=8, retention=Sparse(), events=True)
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(manager, "_label", full)
+        with pytest.raises(MemoryError):
+            manager.open(range(40))
+    assert manager.stats().open_requests == 0
+    assert manager.open(range(40))

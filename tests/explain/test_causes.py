@@ -279,6 +279,26 @@ def test_a_clear_drops_keys() -> None:
     assert evidence.why == "cleared"
 
 
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_second_clear_changes_no_explanation(evicted: bool) -> None:
+    m = full(8)
+    while evicted and not m.arena_stats().evictions:
+        serve(m, text(24), salt="others")
+        serve(m, text(24), salt="more of them")
+    serve(m, text(24))
+    m.clear()
+    handle = m.open(text(24))
+    before = look_up(m, handle)
+    evidence = only(before, "not_stored").evidence
+    assert isinstance(evidence, NotStored)
+    assert evidence.why == "cleared"
+    m.clear(salt="")
+    assert regions(m.explain(handle)) == regions(before)
+    again = only(look_up(m, handle), "not_stored").evidence
+    assert isinstance(again, NotStored)
+    assert again.why == "cleared"
+
+
 def test_a_root_out_of_use_finds_nothing() -> None:
     m = full()
     serve(m, text(24))
@@ -467,6 +487,33 @@ def test_another_image_is_another_key_from_its_place_on(kind: str) -> None:
         9,
         other,
     )
+
+
+def test_other_tokens_from_an_image_on_are_other_tokens() -> None:
+    image = Media(identifier="image", offset_tokens=9, length_tokens=3)
+    m = full()
+    other = serve(m, text(24), media=[image])
+    found = explain(m, [*text(9), *range(900, 915)])
+    assert regions(found)[0] == ("tokens_differ", 8, 20)
+    evidence = found.losses[0].evidence
+    assert isinstance(evidence, TokensDiffer)
+    assert (evidence.position, evidence.own[0], evidence.other.handle) == (9, 900, other)
+
+
+def test_another_image_explains_as_far_as_the_tokens_are_equal() -> None:
+    def image(name: str) -> list[Media]:
+        return [Media(identifier=name, offset_tokens=9, length_tokens=3)]
+
+    m = full()
+    serve(m, text(24), media=image("one"))
+    assert regions(explain(m, text(24), media=image("two")))[0] == ("key_differs", 8, 20)
+    m = full()
+    serve(m, text(24), media=image("one"))
+    found = explain(m, [*text(14), *range(900, 910)], media=image("two"))
+    assert regions(found)[:2] == [("key_differs", 8, 16), ("tokens_differ", 16, 20)]
+    evidence = found.losses[1].evidence
+    assert isinstance(evidence, TokensDiffer)
+    assert (evidence.position, evidence.own[0]) == (14, 900)
 
 
 # ---- elsewhere ---------------------------------------------------------------------------------------

@@ -47,6 +47,25 @@ def test_json_has_the_replays_figures_and_the_requests_that_lost_most(
     assert lost[-1] > 0
 
 
+def test_requests_are_chosen_by_a_cause(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--pool-tokens", "10.24k", "--top", 60, "--json")
+    everything = json.loads(run(capsys, "explain", trace, *flags)[1])["shown"]
+
+    def evicted(request: dict[str, Any]) -> int:
+        return sum(
+            loss["end"] - loss["start"] for loss in request["losses"] if loss["cause"] == "evicted"
+        )
+
+    expected = sorted(
+        (-evicted(request), request["request"]) for request in everything if evicted(request)
+    )
+    assert 1 < len(expected) < 60
+    shown = json.loads(run(capsys, "explain", trace, *flags, "--cause", "evicted")[1])["shown"]
+    assert [(-evicted(request), request["request"]) for request in shown] == expected
+    status, out, _ = run(capsys, "explain", trace, "--cause", "elsewhere", "--json")
+    assert (status, json.loads(out)["shown"]) == (0, [])
+
+
 def test_one_request_is_shown_by_its_number(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,3 +132,16 @@ def test_a_line_that_is_played_twice_is_two_requests(
             if loss["evidence"].get("other")
         }
         assert other in (request["request"] - 1, request["request"] - 2)
+
+
+def test_requests_of_the_warm_up_are_said_to_be_numbered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = csv(tmp_path, SESSION_0504)
+    flags = ("--lanes", 1, "--hours", 4)
+    report = json.loads(run(capsys, "explain", trace, *flags, "--json")[1])
+    warm_up = report["played_requests"] - report["requests"]
+    assert warm_up > 0
+    first = run(capsys, "explain", trace, *flags)[1].splitlines()[0]
+    assert first == f"{warm_up} requests of the warm-up are numbered too, and in no sum"
+    assert "warm-up" not in run(capsys, "explain", trace)[1]

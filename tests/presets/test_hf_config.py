@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,30 +51,101 @@ def changed(name: str, **fields: Any) -> dict[str, Any]:
     return config
 
 
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+
+
 @pytest.mark.parametrize(
-    "told", [{"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, {"kv_cache_quant_algo": "FP8"}]
+    ("told", "words", "kv_dtype"),
+    [
+        ({"kv_cache_scheme": SCHEME}, "8-bit 'float' (kv_cache_scheme)", "fp8"),
+        ({"kv_cache_scheme": SCHEME | {"num_bits": 4}}, "4-bit 'float' (kv_cache_scheme)", ""),
+        ({"kv_cache_scheme": SCHEME | {"type": "int"}}, "8-bit 'int' (kv_cache_scheme)", ""),
+        ({"kv_cache_scheme": {"type": "float"}}, "not said which (kv_cache_scheme)", ""),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "not said which (kv_cache_scheme)", ""),
+        ({"kv_cache_quant_algo": "FP8"}, "'FP8' (kv_cache_quant_algo)", "fp8"),
+        ({"kv_cache_quant_algo": "NVFP4"}, "'NVFP4' (kv_cache_quant_algo)", ""),
+    ],
 )
-def test_quantised_kv_of_the_file_is_named(told: dict[str, Any]) -> None:
-    """Engines then store fp8; `auto` would be half of what they hold, without a word."""
-    plain = read_hf_config(LLAMA | {"quantization_config": {"quant_method": "fp8"}})
-    assert plain.unverified == read_hf_config(LLAMA).unverified
+def test_the_kv_that_a_checkpoint_states_is_followed(
+    told: dict[str, Any], words: str, kv_dtype: str
+) -> None:
+    """Engines store what it states: bf16 would be twice of what they hold."""
     found = read_hf_config(LLAMA | {"quantization_config": told})
-    assert found.layers == plain.layers
-    assert [text.split(":")[0] for text in found.unverified[len(plain.unverified) :]] == list(told)
-    inside = read_hf_config({"text_config": LLAMA | {"quantization_config": told}})
-    assert inside.unverified == found.unverified
-    nested = {"quantization_config": {"quantization": told}}
+    assert found.stated_kv == (words, kv_dtype)
+    assert read_hf_config({"text_config": LLAMA | {"quantization_config": told}}) == found
     if "kv_cache_quant_algo" in told:
-        assert read_hf_config(LLAMA | nested).unverified == found.unverified
-    with pytest.raises(InputError, match="quantization_config is 8: expected an object"):
-        read_hf_config(LLAMA | {"quantization_config": 8})
+        nested = {"quantization_config": {"quantization": told}}
+        assert read_hf_config(LLAMA | nested) == found
+    plain = read_hf_config(LLAMA)
+    assert found.layers == plain.layers
+    assert found.geometry() == plain.geometry(kv_dtype=kv_dtype or "bf16")
+    assert found.geometry(kv_dtype="bf16") == plain.geometry()
+    assert found.kv_format("auto") == (kv_dtype or "bf16")
 
 
-@pytest.mark.parametrize("none", ["NONE", "none", None])
-def test_kv_of_the_weights_type_is_no_quantised_kv(none: str | None) -> None:
+def test_kv_that_is_not_as_stated_is_told() -> None:
+    def notes(algorithm: str, kv_dtype: str) -> list[str]:
+        config = LLAMA | {"quantization_config": {"kv_cache_quant_algo": algorithm}}
+        return read_hf_config(config).kv_notes(kv_dtype)
+
+    stated = "the checkpoint states KV of another type, "
+    assert notes("FP8", "auto") == notes("FP8", "fp8") == []
+    assert notes("FP8", "bf16") == [
+        f"{stated}'FP8' (kv_cache_quant_algo): bf16 here, which was asked for"
+    ]
+    for asked, taken in (("auto", "bf16"), ("fp8", "fp8")):
+        assert notes("NVFP4", asked) == [
+            f"{stated}'NVFP4' (kv_cache_quant_algo): {taken} here, no kv_dtype is the stated one"
+        ]
+    assert read_hf_config(LLAMA).kv_notes("fp8") == []
+
+
+@pytest.mark.parametrize("none", ["NONE", "none", "auto", None])
+def test_kv_of_the_weights_type_is_not_stated(none: str | None) -> None:
+    told: dict[str, Any]
     for told in ({"kv_cache_quant_algo": none}, {"quantization": {"kv_cache_quant_algo": none}}):
-        found = read_hf_config(LLAMA | {"quantization_config": told})
-        assert found.unverified == read_hf_config(LLAMA).unverified
+        assert read_hf_config(LLAMA | {"quantization_config": told}) == read_hf_config(LLAMA)
+    found = read_hf_config(LLAMA | {"quantization_config": {"kv_cache_scheme": None}})
+    assert found == read_hf_config(LLAMA)
+
+
+def test_the_file_of_modelopt_beside_the_config_is_read(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA))
+    beside = tmp_path / "hf_quant_config.json"
+    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    beside.write_text(json.dumps({"producer": {}, "quantization": quantization}))
+    for source in (tmp_path, config):
+        assert read_hf_config(source).stated_kv == ("'FP8' (kv_cache_quant_algo)", "fp8")
+    own = {"quantization_config": {"kv_cache_quant_algo": "NVFP4"}}
+    config.write_text(json.dumps(LLAMA | own))
+    assert read_hf_config(tmp_path).stated_kv == ("'NVFP4' (kv_cache_quant_algo)", "")
+    config.write_text(json.dumps(LLAMA))
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    assert read_hf_config(tmp_path).stated_kv is None
+    for content, error in (
+        ("{", "is not JSON"),
+        ("[]", "no object with fields"),
+        ('{"quantization": 3}', "quantization is 3: expected an object"),
+        ('{"quantization": {"kv_cache_quant_algo": 8}}', "kv_cache_quant_algo is 8: it must be a"),
+    ):
+        beside.write_text(content)
+        with pytest.raises(InputError, match=rf"hf_quant_config\.json.*{re.escape(error)}"):
+            read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("section", "error"),
+    [
+        (8, "quantization_config is 8: expected an object"),
+        ({"kv_cache_scheme": "fp8"}, "kv_cache_scheme is 'fp8': expected an object"),
+        ({"kv_cache_scheme": SCHEME | {"num_bits": 8.0}}, "num_bits is 8.0: it must be a whole"),
+        ({"kv_cache_scheme": SCHEME | {"type": 8}}, "type is 8: it must be a text"),
+    ],
+)
+def test_an_impossible_statement_is_named(section: object, error: str) -> None:
+    with pytest.raises(InputError, match=re.escape(error)):
+        read_hf_config(LLAMA | {"quantization_config": section})
 
 
 @pytest.mark.parametrize("name", ["llama4_text", "jamba", "mamba"])

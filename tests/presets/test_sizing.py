@@ -181,7 +181,7 @@ def test_without_states_and_windows_nothing_is_a_boundary() -> None:
 def test_wrong_sizes_are_named() -> None:
     with pytest.raises(ConfigError, match="an interval of 100 tokens is neither 0 nor a multiple"):
         kept_session(MIXED, 1_000, 100)
-    with pytest.raises(ConfigError, match="a context has 0 tokens"):
+    with pytest.raises(ConfigError, match="--context 0: a session has 1 to"):
         kept_session(MIXED, 0, 0)
     with pytest.raises(ConfigError, match="without any page"):
         sessions_that_fit(MIXED, 10, [0] * 6)
