@@ -226,7 +226,7 @@ class Replay:
                 f"{self._path}, line {request.line}: {request.prompt_tokens} prompt and"
                 f" {request.output_tokens} output tokens need {self._geometry.slabs_needed(tokens)} slabs"
                 f" with their windows and states, and the pool of {self._settings.pool_tokens} tokens has"
-                f" {self._slabs}"
+                f" {self._slabs}: raise --pool-tokens to {self.least_pool_tokens(tokens)} or more"
             ) from error
 
     def least_pool_tokens(self, request_tokens: int) -> int:
@@ -334,7 +334,5 @@ def play(
         except TooLargeError as error:
             most = max(r.prompt_tokens + r.output_tokens for r in chain([request], rest))
             least = replay.least_pool_tokens(most)
-            raise CapacityError(
-                f"{error}: raise --pool-tokens to {least} or more, enough for every request"
-            ) from error
+            raise CapacityError(f"{error}, {least} for the largest request of the trace") from error
         yield request, explanation

@@ -216,7 +216,7 @@ def test_a_request_larger_than_the_pool_is_named_with_the_size_that_takes_it() -
     settings = ReplaySettings(block_tokens=BLOCK, pool_tokens=5 * BLOCK)
     with pytest.raises(
         CapacityError,
-        match=r"line 17: the request has 2057 prompt and 900 output .* --pool-tokens to 3072",
+        match=r"line 17: 2057 prompt and 900 output .* --pool-tokens to 3072",
     ):
         serve_all(requests, settings)
     _, report = serve_all(requests, ReplaySettings(block_tokens=BLOCK, pool_tokens=3072))

@@ -311,12 +311,15 @@ def test_a_pool_that_is_too_small_is_told_what_is_enough_for_every_request(
     assert (
         "line 2: 1537 prompt and 1 output tokens need 4 slabs with their windows and states" in err
     )
-    least = re.search(r"raise --pool-tokens to (\d+) or more, enough for every request", err)
+    least = re.search(r"or more, (\d+) for the largest request of the trace", err)
     assert least
     argv = ("replay", trace, "--preset", "qwen3.5-9b", "--json", "--pool-tokens")
     assert run(capsys, *argv, least[1])[0] == 0
     assert run(capsys, *argv, int(least[1]) - 512)[0] == 2
-    assert f"to {least[1]} or more" in run(capsys, "explain", *argv[1:], int(least[1]) - 512)[2]
+    assert (
+        f", {least[1]} for the largest request"
+        in run(capsys, "explain", *argv[1:], int(least[1]) - 512)[2]
+    )
 
 
 def test_conditions_of_a_replay_in_lanes_are_shown(
