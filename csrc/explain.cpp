@@ -165,8 +165,7 @@ void Manager::explain_new(const Request& r, const Request::Lost& lost, std::vect
             differing.difference = {Difference::kTokens, equal};
         }
         if (differing.difference.position < std::min(r.losses.tokens(), differing.content->n_tokens)) {
-            kvc_loss* loss =
-                add(differing.content->n_tokens / grid_ * grid_, KVC_LOST_TOKENS, KVC_WHY_NEW, &differing);
+            kvc_loss* loss = add(differing.content->n_tokens / grid_ * grid_, KVC_LOST_TOKENS, KVC_WHY_NEW, &differing);
             if (loss) show_difference(r, differing, loss);
         }
     }
