@@ -391,7 +391,10 @@ BAD: dict[str, tuple[Callable[[Manager, list[int]], Any], str]] = {
         "request 0 of 2",
     ),
     "tokens beyond 64 bits": (lambda m, h: m.allocate_many(h, [1, 2**63]), "tokens"),
-    "a token beyond 32 bits": (lambda m, h: m.extend_many(h, [1, 2**31]), "do not fit in int32"),
+    "a token beyond 32 bits": (
+        lambda m, h: m.extend_many(h, [1, 2**31]),
+        r"expected -2147483648 to 2147483647 \(int32\)",
+    ),
     "handles of half a number": (lambda m, _: m.commit_many([0.5], [9]), "handles is of float64"),
     "a handle alone": (lambda m, h: m.commit_many(h[0], [9]), "give a list"),  # type: ignore[arg-type]
     "handles in rows": (lambda m, h: m.commit_many([h], [[9, 9]]), "shape"),  # type: ignore[list-item]

@@ -68,9 +68,30 @@ EXPLAIN = [
     Mutant(
         "another image is taken for other tokens",
         "csrc/siblings.cpp",
-        "if (extra < end && extra <= at) return {Difference::kExtra, extra};",
+        "if (extra < end && extra < at) return {Difference::kExtra, extra};",
         "if (extra < 0) return {Difference::kExtra, extra};",
         (CAUSES + "test_another_image_is_another_key_from_its_place_on",),
+    ),
+    Mutant(
+        "other tokens at an image's place are taken for another image",
+        "csrc/siblings.cpp",
+        "if (extra < end && extra < at) return {Difference::kExtra, extra};",
+        "if (extra < end && extra <= at) return {Difference::kExtra, extra};",
+        (CAUSES + "test_other_tokens_from_an_image_on_are_other_tokens",),
+    ),
+    Mutant(
+        "another image explains tokens that differ too",
+        "csrc/explain.cpp",
+        "add((equal + grid_ - 1) / grid_ * grid_, KVC_LOST_KEY",
+        "add(differing.content->n_tokens / grid_ * grid_, KVC_LOST_KEY",
+        (CAUSES + "test_another_image_explains_as_far_as_the_tokens_are_equal",),
+    ),
+    Mutant(
+        "a second clear is taken for the first",
+        "csrc/content.h",
+        "if (!cleared) cleared = tick;",
+        "cleared = tick;",
+        (CAUSES + "test_a_second_clear_changes_no_explanation",),
     ),
     Mutant(
         "what a tier holds is not asked",
