@@ -11,7 +11,7 @@ file, and the key goes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,12 @@ class DiskScheduler(PoolScheduler):
         """As `PoolScheduler.lookup`, with what was heard since."""
         self._hear()
         return super().lookup(keys)
+
+    @property
+    def version(self) -> Hashable:
+        """As `PoolScheduler.version`, with what was heard since."""
+        self._hear()
+        return super().version
 
     def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]]:
         """As `PoolScheduler.holds`, with what was heard since."""

@@ -47,6 +47,7 @@ from kvcache.connectors.base import (
 from kvcache.connectors.event_stream import TierStream
 from kvcache.connectors.offload_loads import Loads
 from kvcache.connectors.offload_records import (
+    Known,
     Reach,
     hand_back,
     require_alone,
@@ -127,9 +128,9 @@ class Offload:
         if faults is not None and faults.loads >= MAX_FAILED_LOADS:
             return manager.lookup(handle)
         digests = manager.group_digests(handle)
-        lengths = [len(rows) for rows in digests]
+        now = Known(self._scheduler.version, [len(rows) for rows in digests])
         reach = self._held.setdefault(handle, None)
-        if reach is not None and reach[:2] == (self._stores.ended, lengths):
+        if reach is not None and reach.known == now and now.version is not None:
             digests = [rows[:n] for rows, n in zip(digests, reach.rows, strict=True)]
         keys = RequestKeys(handle, namespace, digests)
         present = self._scheduler.lookup(keys)
@@ -140,19 +141,19 @@ class Offload:
             for group, index in faults.lost:
                 present[group][index[index < len(present[group])]] = 0
         hit = manager.lookup(handle, present)
-        self._narrow(keys, present, hit, lengths)
+        self._narrow(keys, present, hit, now)
         return hit
 
     def _narrow(
-        self, keys: RequestKeys, present: list[NDArray[np.uint8]], hit: Hit, lengths: list[int]
+        self, keys: RequestKeys, present: list[NDArray[np.uint8]], hit: Hit, known: Known
     ) -> None:
         """Ends pins behind the first gap in attention: nothing there can be part of a hit."""
         tokens = max(hit.hit_tokens, hit.junction)
         rows = [tokens // span if span else 0 for span in self.manager.geometry.block_tokens]
         if any(flags[n:].any() for flags, n in zip(present, rows, strict=True)):
             digests = [d[:n] for d, n in zip(keys.digests, rows, strict=True)]
-            self._scheduler.lookup(keys._replace(digests=digests))  # replaces the pins
-            self._held[keys.request] = Reach(self._stores.ended, lengths, rows)
+            self._scheduler.narrow(keys._replace(digests=digests))
+            self._held[keys.request] = Reach(known, rows)
 
     def explain(self, handle: int) -> Explanation:
         """`Manager.explain`, with what the tier holds now though the last lookup did not find it there.

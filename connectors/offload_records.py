@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,15 +17,21 @@ from kvcache.core.manager import Manager
 from kvcache.core.values import sequence, shown
 
 
+class Known(NamedTuple):
+    """What a lookup goes by: with the same it would find the same."""
+
+    version: Hashable
+    """Of the tier; None: it cannot be told."""
+    keys: list[int]
+    """Of each group: those that the request has."""
+
+
 class Reach(NamedTuple):
     """How far the pins of a lookup go, because no hit goes further."""
 
-    stored: int
-    """Stores that had ended: later ones may have filled the gap."""
-    keys: list[int]
-    """Of each group: the keys that the request had, ..."""
+    known: Known
     rows: list[int]
-    """... and those among them that are pinned."""
+    """Of each group: the keys that are pinned."""
 
 
 @dataclass(slots=True)
