@@ -73,8 +73,8 @@ RETRY_SECONDS = 0.01
 class Offload:
     """Loads what a lookup finds in the tier, stores what the manager gives a key.
 
-    A load whose worker says nothing is given up at its deadline (and a grace): the request waits
-    again, the pages stay out of use until a result comes after all.
+    A transfer whose worker says nothing is late at its deadline (and a grace), and counted: its pages
+    stay out of use until a result comes after all. A request whose load it was waits again.
 
     Args:
         manager: decides about device pages; used by the same thread. Kept as an attribute.
@@ -265,7 +265,7 @@ class Offload:
         ended = self._stores.ended
         for result in self._worker.poll():
             self._take(result)
-        for result in self._loads.silent():
+        for result in (*self._loads.silent(), *self._stores.silent()):
             self._take(result)
         if self._stores.ended > ended or self._stores.waiting:
             self._stores.advance()  # there is room for what waited
@@ -293,7 +293,7 @@ class Offload:
 
     def _wait(self, timeout_seconds: float) -> bool:
         """Until there is a result, or one that should have come is not waited for any longer."""
-        due = self._loads.due
+        due = min(self._loads.due, self._stores.due)
         remaining = max(0.0, min(timeout_seconds, due - time.monotonic()))
         return self._worker.wait(remaining) or due <= time.monotonic()
 
