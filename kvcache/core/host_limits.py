@@ -26,7 +26,7 @@ def require_memory(setting: str, needed: int) -> None:
     if needed > available:
         raise ConfigError(
             f"{setting} asks for {amount(needed)} of host memory, but {limit} leaves"
-            f" {amount(available)}: lower {setting}"
+            f" {amount(available)} for a pool: lower {setting}"
         )
 
 
