@@ -28,6 +28,7 @@ from kvcache.core.host_limits import (
 )
 
 PAGE_BYTES = 4096
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MAP_HUGETLB = 0x40000  # linux/mman.h; Python has no name for it
 
 
@@ -61,15 +62,19 @@ class HostPool:
             offsets.append(total)
             total += -(-size * count // PAGE_BYTES) * PAGE_BYTES
         reserved = self._reserves(setting, total, huge_pages)
-        if not reserved:
-            require_memory(setting, total)
         if lock:
             require_lockable(setting, total)
+        mapping = self._map_reserved(setting, total, huge_pages) if reserved else None
+        reserved = mapping is not None
+        if mapping is None:
+            require_memory(setting, total)
+            mapping = self._map(setting, total)
         if numa_node is not None:
             require_node("CpuConnector.numa_node", numa_node, 0 if reserved else total)
-        self._mapping = self._map(setting, total, reserved=reserved)
+        self._mapping = mapping
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        self.mapped_bytes = total
+        self.mapped_bytes = len(self._mapping)
+        """With what is rounded up: to 4 KiB a group, to 2 MiB in all where huge pages are reserved."""
         self.huge_pages = "reserved" if reserved else "none"
         """What backs it: `reserved`, `transparent` (where the kernel finds some) or `none`."""
         if not reserved and huge_pages is None:
@@ -106,14 +111,24 @@ class HostPool:
             )
         return needed <= free
 
-    def _map(self, setting: str, total: int, *, reserved: bool) -> mmap.mmap:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        length = total
-        if reserved:
-            flags |= _MAP_HUGETLB
-            length = -(-total // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    @staticmethod
+    def _map_reserved(setting: str, total: int, huge_pages: bool | None) -> mmap.mmap | None:  # noqa: FBT001
+        """None: others took the reserved huge pages meanwhile, and it may be done without."""
+        length = -(-total // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         try:
-            return mmap.mmap(-1, length, flags=flags)
+            return mmap.mmap(-1, length, flags=_PRIVATE | _MAP_HUGETLB)
+        except OSError as error:
+            if not huge_pages:
+                return None
+            raise ConfigError(
+                f"{setting}: the system refused {amount(length)} in huge pages ({error}): raise"
+                " /proc/sys/vm/nr_hugepages, lower the pool, or leave out huge_pages"
+            ) from error
+
+    @staticmethod
+    def _map(setting: str, total: int) -> mmap.mmap:
+        try:
+            return mmap.mmap(-1, total, flags=_PRIVATE)
         except OSError as error:
             raise ConfigError(
                 f"{setting}: the system refused to map {amount(total)} of host memory ({error}):"

@@ -15,7 +15,7 @@ from tiers.pieces import PATIENCE, one_group
 from kvcache.connectors import host_pool
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.host_pool import HostPool
-from kvcache.core import host_limits
+from kvcache.core import host_limits, host_memory
 from kvcache.core.errors import ConfigError
 from kvcache.core.host_limits import (
     free_huge_pages,
@@ -151,6 +151,36 @@ def test_transparent_huge_pages_are_asked_for_where_none_are_reserved(
     pool = prepared(huge_pages=False)
     assert pool.huge_pages == "none"
     assert "hg" not in flags_of(pool)
+    pool.close()
+
+
+def test_where_others_took_the_reserved_huge_pages_it_is_done_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the look and the mapping: an error only for who must have them."""
+    monkeypatch.setattr(host_pool, "free_huge_pages", lambda: 1 << 30)
+    if free_huge_pages() >= 4:
+        pytest.skip("huge pages are reserved here")
+    pool = prepared()
+    assert pool.huge_pages == "transparent"
+    assert pool.mapped_bytes == 8 << 20
+    pool.close()
+    message = r"x: the system refused 8388608 bytes .*in huge pages .*nr_hugepages"
+    with pytest.raises(ConfigError, match=message):
+        HostPool([1 << 20], [8], setting="x", huge_pages=True)
+    monkeypatch.setattr(host_memory, "available", lambda: (1 << 20, "somebody"))
+    with pytest.raises(ConfigError, match="somebody leaves 1048576 bytes"):
+        prepared()
+
+
+def test_what_is_mapped_is_told_with_what_was_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To whole huge pages; where none are reserved here, as if they were."""
+    if free_huge_pages() < 2:
+        monkeypatch.setattr(host_pool, "free_huge_pages", lambda: 2)
+        monkeypatch.setattr(host_pool, "_MAP_HUGETLB", 0)
+    pool = HostPool([4096], [513], setting="x")
+    assert pool.huge_pages == "reserved"
+    assert pool.mapped_bytes == 4 << 20
     pool.close()
 
 
