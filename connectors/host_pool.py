@@ -72,6 +72,8 @@ class HostPool:
         if numa_node is not None:
             require_node("CpuConnector.numa_node", numa_node, 0 if reserved else total)
         self._mapping = mapping
+        # A forked child has no use for it, and its parent would copy each page that it writes.
+        self._mapping.madvise(mmap.MADV_DONTFORK)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self.mapped_bytes = len(self._mapping)
         """With what is rounded up: to 4 KiB a group, to 2 MiB in all where huge pages are reserved."""

@@ -211,6 +211,16 @@ def test_promised_huge_pages_are_not_free(tmp_path: Path) -> None:
     assert free_huge_pages(tmp_path / "nothing") == 0
 
 
+# ---- forked children ------------------------------------------------------------------------------
+
+
+def test_a_child_does_not_get_the_pool() -> None:
+    """Else its parent would copy each page that it writes while the child lives."""
+    pool = prepared()
+    assert "dc" in flags_of(pool)  # "do not copy area on fork"
+    pool.close()
+
+
 # ---- locked memory -------------------------------------------------------------------------------
 
 
