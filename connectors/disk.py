@@ -154,6 +154,7 @@ class DiskConnector(Connector):
                 queue_depth=queue_depth,
                 batch_bytes=batch_bytes,
                 newest=max(pages.newest for pages in found),
+                most_untold=sum(slots) // 16,
             ),
             medium=MEDIUM_STORAGE,
         )

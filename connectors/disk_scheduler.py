@@ -23,8 +23,8 @@ from kvcache.connectors.base import (
     TransferResult,
 )
 from kvcache.connectors.disk_board import Change
-from kvcache.connectors.disk_folder import FoundPages
 from kvcache.connectors.disk_news import DiskNews
+from kvcache.connectors.disk_scan import FoundPages
 from kvcache.connectors.pool_records import Part, named, names_of
 from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.core.errors import InvariantError
