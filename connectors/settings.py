@@ -11,7 +11,7 @@ from kvcache.connectors.base import PageRegion
 from kvcache.core.errors import ConfigError
 from kvcache.core.hashing import Fingerprint
 from kvcache.core.layout import Geometry
-from kvcache.core.values import sequence, shown
+from kvcache.core.values import sequence, shown, text
 
 MOST_SLOTS = 2**31 - 2
 
@@ -51,6 +51,20 @@ def require_fingerprint(owner: str, fingerprint: object) -> None:
             " whose they are, as in Fingerprint(model='llama-3-8b', kv_dtype='bfloat16'), and give"
             " the Manager the same"
         )
+
+
+def layout_setting(owner: str, layout: object) -> str:
+    """What the pages are that processes share; `ConfigError` where it is left to a guess.
+
+    Ranks of a model have equal keys, geometries and fingerprints, and other bytes: nothing else
+    tells them apart.
+    """
+    if not text(layout, f"{owner}.layout"):
+        raise ConfigError(
+            f"{owner}.layout is empty: say whose bytes these are, 'whole' where this process has whole"
+            " pages, or its rank, as in 'rank 0 of 8', where it has a shard of each"
+        )
+    return str(layout)
 
 
 def slots_of_groups(

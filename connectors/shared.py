@@ -18,6 +18,7 @@ from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.connectors.region_copy import PageStage
 from kvcache.connectors.settings import (
     folder_path,
+    layout_setting,
     require_fingerprint,
     require_seconds,
     require_whole,
@@ -51,8 +52,7 @@ class SharedConnector(Connector):
         geometry: the groups, as the manager has them.
         name: of the region; those that give the same name share it.
         fingerprint: that of the manager. Its model must be named.
-        layout: what else changes the bytes of a page and not its key: the rank of a shard, an order
-            of pages. Users of one region must give the same.
+        layout: whose bytes they are, as for `DiskConnector`. Users of one region must give the same.
         capacity_bytes: host memory to use, split over the groups by `split_bytes`. Or:
         pages: slots of each group.
         folder: where regions lie; None: a folder of this user's in /dev/shm.
@@ -73,7 +73,7 @@ class SharedConnector(Connector):
         *,
         name: str,
         fingerprint: Fingerprint,
-        layout: str = "",
+        layout: str,
         capacity_bytes: int | None = None,
         pages: Sequence[int] | None = None,
         folder: str | os.PathLike[str] | None = None,
@@ -102,7 +102,7 @@ class SharedConnector(Connector):
             state_interval_tokens=state_interval_tokens,
             slot_bytes=sizes,
         )
-        described = layout_text(geometry, fingerprint, text(layout, "SharedConnector.layout"))
+        described = layout_text(geometry, fingerprint, layout_setting("SharedConnector", layout))
         region = SharedRegion(
             None if folder is None else folder_path("SharedConnector", folder),
             text(name, "SharedConnector.name"),
