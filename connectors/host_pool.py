@@ -32,6 +32,16 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MAP_HUGETLB = 0x40000  # linux/mman.h; Python has no name for it
 
 
+def place(setting: str, node: int, address: int, size_bytes: int) -> None:
+    """What a range gets comes from the NUMA node, as long as it has some; `ConfigError` where it cannot."""
+    try:
+        memory_calls.prefer_node(address, size_bytes, node)
+    except OSError as error:
+        raise ConfigError(
+            f"{setting} is {node}, and the system cannot place memory ({error}): leave it out"
+        ) from error
+
+
 class HostPool:
     """Owns the mapping. `regions[g]` is where the slots of group g lie, valid until `close`.
 
@@ -84,7 +94,7 @@ class HostPool:
                 self._mapping.madvise(mmap.MADV_HUGEPAGE)
                 self.huge_pages = "transparent"
         if numa_node is not None:
-            self._place(numa_node)
+            place("CpuConnector.numa_node", numa_node, self.address, self.mapped_bytes)
         self.regions = tuple(
             PageRegion(self.address + offset, size, count)
             for offset, size, count in zip(offsets, slot_bytes, slots, strict=True)
@@ -135,16 +145,6 @@ class HostPool:
             raise ConfigError(
                 f"{setting}: the system refused to map {amount(total)} of host memory ({error}):"
                 f" lower {setting}"
-            ) from error
-
-    def _place(self, node: int) -> None:
-        try:
-            memory_calls.prefer_node(self.address, len(self._mapping), node)
-        except OSError as error:
-            self._mapping.close()
-            raise ConfigError(
-                f"CpuConnector.numa_node is {node}, and the system cannot place memory ({error}):"
-                " leave it out"
             ) from error
 
     def close(self) -> None:

@@ -120,14 +120,11 @@ class PoolScheduler(TierScheduler):
     def narrow(self, keys: RequestKeys) -> None:
         """O(keys that are not wanted any more), without the index."""
         self._require_groups(keys)
-        promise = self._promises.get(keys.request)
-        if promise is None or any(
-            len(digests) > len(slots)
-            for digests, slots in zip(keys.digests, promise.slots, strict=True)
-        ):
+        promise, lengths = self._promises.get(keys.request), list(map(len, keys.digests))
+        known = list(map(len, promise.slots)) if promise is not None else []
+        if promise is None or len(known) < len(lengths) or any(map(int.__lt__, known, lengths)):
             self.lookup(keys)
             return
-        lengths = list(map(len, keys.digests))
         self._unhold([slots[n:] for slots, n in zip(promise.slots, lengths, strict=True)])
         promise.signature = signature_of(keys)
         promise.slots = [slots[:n].copy() for slots, n in zip(promise.slots, lengths, strict=True)]
