@@ -80,7 +80,9 @@ class Rig:
         geometry, pages = self._geometry, self._pages
         if tier == "host":
             return CpuConnector(geometry, pages=[pages])
-        disk = DiskConnector(geometry, folder=folder, fingerprint=name, pages=[2 * pages])
+        disk = DiskConnector(
+            geometry, folder=folder, fingerprint=name, layout="whole", pages=[2 * pages]
+        )
         if tier == "disk":
             return disk
         return ChainConnector(CpuConnector(geometry, pages=[pages]), disk)

@@ -301,7 +301,9 @@ def _tier(
     if way == "host":
         return CpuConnector(geometry, pages=pages)
     if way == "disk":
-        return DiskConnector(geometry, folder=folder, fingerprint=model.fingerprint(), pages=pages)
+        return DiskConnector(
+            geometry, folder=folder, fingerprint=model.fingerprint(), layout="whole", pages=pages
+        )
     return None
 
 

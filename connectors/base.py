@@ -28,7 +28,7 @@ In one process both sides are held by a `Connector`. Rules, tested for every con
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -210,6 +210,21 @@ class TierScheduler(ABC):
         Pins what it reports until `plan_load`, the next `lookup` of the request, or `release`.
         At most 0.2 ms at 1M tokens when repeated without a change.
         """
+
+    def narrow(self, keys: RequestKeys) -> None:
+        """Ends pins of the last `lookup`: of its keys only these first ones of each group are wanted.
+
+        As a `lookup` of these keys, which it is where a tier does not do it faster.
+        """
+        self.lookup(keys)
+
+    @property
+    def version(self) -> Hashable:
+        """Equal values: a `lookup` in between would have found the same. None: it cannot be told.
+
+        It changes with what this process stores, and with what it hears of others.
+        """
+        return None
 
     def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:  # noqa: ARG002
         """As `lookup`, but promises and pins nothing: for explanations. None: cannot be told."""

@@ -13,7 +13,7 @@ is held, as for a load.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -128,6 +128,30 @@ class ChainScheduler(TierScheduler):
         if before is not None:
             self._release_lower(before)
         return promise
+
+    def narrow(self, keys: RequestKeys) -> None:
+        """In both tiers, where neither has changed since the last lookup."""
+        self._upper.narrow(keys)
+        promise, found = self._promises.get(keys.request), self._upper.lookup(keys)
+        if promise is not None and found is not None:
+            before = [flags[: len(new)] for flags, new in zip(promise.upper, found, strict=True)]
+            if all(map(np.array_equal, before, found)):
+                if promise.below is not None:
+                    digests = [
+                        below[: len(flags) - int(flags.sum())]
+                        for below, flags in zip(promise.below.digests, found, strict=True)
+                    ]
+                    promise.below = promise.below._replace(digests=digests)
+                    self._lower.narrow(promise.below)
+                promise.signature, promise.upper = signature_of(keys), found
+                promise.lower, promise.present = None, found
+        self.lookup(keys)
+
+    @property
+    def version(self) -> Hashable:
+        """Of both tiers."""
+        versions = self._upper.version, self._lower.version
+        return None if None in versions else versions
 
     def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:
         """What either tier has; None where one of them cannot tell."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,12 @@ from kvcache.connectors.host_pool import HostPool
 from kvcache.connectors.host_worker import HostBatch, HostWorker
 from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.connectors.region_copy import native_copy
-from kvcache.connectors.settings import require_seconds, require_whole, slots_of_groups
+from kvcache.connectors.settings import (
+    copy_threads,
+    require_seconds,
+    require_whole,
+    slots_of_groups,
+)
 from kvcache.connectors.slots_aside import NO_SPACE
 from kvcache.core.errors import ConfigError
 from kvcache.core.events.records import MEDIUM_CPU
@@ -97,6 +103,8 @@ class CpuConnector(Connector):
             they are enough, else transparent ones where the kernel has them.
         numa_node: where the memory is to come from, as long as there is some; None: wherever.
         lock: keep it from being swapped, within RLIMIT_MEMLOCK.
+        threads: that copy at once, no more than the cores given to this process. One leaves the others
+            to the engine; a machine with cores to spare copies faster with two (docs/copy.md).
         copy: replaces the native copy; for tests.
         seed: of the hash functions of its indexes; None: random ones, as in `Manager`.
 
@@ -124,7 +132,8 @@ class CpuConnector(Connector):
         numa_node: int | None = None,
         lock: bool = False,
         events: bool = False,
-        copy: CopyFunction = native_copy,
+        threads: int = 1,
+        copy: CopyFunction | None = None,
         seed: int | None = None,
     ) -> None:
         if not isinstance(geometry, Geometry):
@@ -138,6 +147,7 @@ class CpuConnector(Connector):
         require_whole("CpuConnector.queue_depth", queue_depth)
         require_whole("CpuConnector.batch_bytes", batch_bytes)
         require_seconds("CpuConnector.deadline_seconds", deadline_seconds)
+        threads = copy_threads("CpuConnector", threads)
         sizes = [group.page_bytes for group in geometry.groups]
         slots, setting = slots_of_groups(
             "CpuConnector",
@@ -164,7 +174,7 @@ class CpuConnector(Connector):
                 groups=[group.name for group in geometry.groups],
                 queue_depth=queue_depth,
                 batch_bytes=batch_bytes,
-                copy=copy,
+                copy=copy or partial(native_copy, threads=threads),
             ),
             medium=MEDIUM_CPU,
         )

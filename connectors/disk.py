@@ -14,12 +14,13 @@ from pathlib import Path
 from kvcache.connectors.base import Connector
 from kvcache.connectors.disk_entry import cannot_use
 from kvcache.connectors.disk_folder import DiskFolder
-from kvcache.connectors.disk_format import layout_text
+from kvcache.connectors.disk_format import layout_text, role_text
 from kvcache.connectors.disk_news import DiskNews
 from kvcache.connectors.disk_scheduler import DiskScheduler
 from kvcache.connectors.disk_worker import DiskWorker
 from kvcache.connectors.settings import (
     folder_path,
+    layout_setting,
     require_fingerprint,
     require_seconds,
     require_whole,
@@ -30,7 +31,7 @@ from kvcache.core.events.records import MEDIUM_STORAGE
 from kvcache.core.hashing import Fingerprint
 from kvcache.core.layout import Geometry
 from kvcache.core.page_files import PageFiles, page_file_bytes
-from kvcache.core.values import flag, human_bytes, index_seed, shown, text
+from kvcache.core.values import flag, human_bytes, index_seed, shown
 
 DEFAULT_BATCH_BYTES = 8 << 20
 """A few ms of a fast disk: how fine deadlines are, and how long a load waits for a store."""
@@ -40,15 +41,16 @@ class DiskConnector(Connector):
     """A folder of files as a tier.
 
     Processes that give the same folder, model, geometry and `layout` share pages: each finds what the
-    others have stored, and the bound is for all together (give all the same). What another model or
-    geometry left under the same `layout` is removed once nobody uses it.
+    others have stored, and the bound is for all together (give all the same). What another geometry
+    of the same model left under the same `layout` is removed once nobody uses it.
 
     Args:
         geometry: the groups, as the manager has them.
         folder: a folder on a local file system, for nothing else. Made where it is not there.
         fingerprint: that of the manager. Its model must be named: the folder outlives the process.
-        layout: what else changes the bytes of a page and not its key: the rank of a shard, an order
-            of pages. Processes with different layouts share nothing, and leave each other's pages
+        layout: whose bytes they are, as nothing else tells: "whole" where this process has whole
+            pages, its rank ("rank 0 of 8") where it has a shard of each; and an order of pages that
+            is your own. Processes with different layouts share nothing, and leave each other's pages
             alone; each has a bound of its own.
         capacity_bytes: disk space to use, split over the groups by `split_bytes`, each page with
             its file's head. Or:
@@ -77,7 +79,7 @@ class DiskConnector(Connector):
         *,
         folder: str | os.PathLike[str],
         fingerprint: Fingerprint,
-        layout: str = "",
+        layout: str,
         capacity_bytes: int | None = None,
         pages: Sequence[int] | None = None,
         queue_depth: int = 32,
@@ -112,12 +114,12 @@ class DiskConnector(Connector):
             state_interval_tokens=state_interval_tokens,
             slot_bytes=file_bytes,
         )
-        role = text(layout, "DiskConnector.layout")
+        layout = layout_setting("DiskConnector", layout)
         root = folder_path("DiskConnector", folder)
         opened = DiskFolder(
             root,
-            text=layout_text(geometry, fingerprint, role),
-            role=role,
+            text=layout_text(geometry, fingerprint, layout),
+            role=role_text(fingerprint, layout),
             page_bytes=sizes,
             direct=direct,
             durable=durable,
@@ -154,6 +156,7 @@ class DiskConnector(Connector):
                 queue_depth=queue_depth,
                 batch_bytes=batch_bytes,
                 newest=max(pages.newest for pages in found),
+                most_untold=sum(slots) // 16,
             ),
             medium=MEDIUM_STORAGE,
         )

@@ -76,6 +76,9 @@ class Board:
     def __init__(self, path: Path, writer: int, *, fresh: bool) -> None:
         self._writer = writer
         self._hurry_until = 0.0
+        self._waiting = np.zeros(0, RECORD_DTYPE)
+        self._untold = 0
+        """Records that could not be written yet, and alarms as so many that all others miss some."""
         if fresh:
             with suppress(FileNotFoundError):
                 path.unlink()
@@ -88,31 +91,53 @@ class Board:
             raise
 
     def post(self, kind: Change, group: int, names: NDArray[np.uint8]) -> bool:
-        """Tell the others. False: they were not told. Bounded time, no exception."""
+        """Tell the others. False: not yet, see `tell`. Bounded time, no exception."""
         records = np.zeros(len(names), RECORD_DTYPE)
         records["writer"], records["kind"], records["group"] = self._writer, kind, group
         records["name"] = names
-        if not len(records):
+        self._keep(records, len(records))
+        return self.tell()
+
+    def alarm(self) -> bool:
+        """Let all others look into the folder: something changed that nobody told, or will tell."""
+        self._keep(np.zeros(RECORDS, RECORD_DTYPE), RECORDS + 1)
+        return self.tell()
+
+    def _keep(self, records: NDArray[np.void], count: int) -> None:
+        """Of more than the ring takes the last; who reads them finds that it missed some."""
+        self._waiting = np.concatenate([self._waiting, records])[-RECORDS:]
+        self._untold += count
+
+    @property
+    def untold_files(self) -> int:
+        """Files that this process has stored and nobody knows of."""
+        return int((self._waiting["kind"] == Change.STORED).sum())
+
+    def tell(self) -> bool:
+        """Write what could not be told before. False: some of it still waits. As `post`."""
+        if not self._untold:
             return True
         try:
             if not self._lock():
                 return False
             first = self._written()
-            records = records[-RECORDS:]
-            for part in _parts(first, first + len(records)):
+            written = first + self._untold
+            start = written - len(self._waiting)
+            for part in _parts(start, written):
                 os.pwrite(
                     self.file,
-                    records[part.start - first : part.stop - first].tobytes(),
+                    self._waiting[part.start - start : part.stop - start].tobytes(),
                     _place(part),
                 )
-            self._write_head(first + len(records))
+            self._write_head(written)
             if first == self._seen:  # nothing of others is in between
-                self._seen += len(records)
+                self._seen = written
         except OSError:
             return False
         finally:
             with suppress(OSError):
                 unlock(self.file)
+        self._waiting, self._untold = self._waiting[:0], 0
         return True
 
     def _lock(self) -> bool:
@@ -124,7 +149,8 @@ class Board:
         return False
 
     def look(self) -> Seen:
-        """What others told since the last call; the last `RECORDS` of it at most."""
+        """What others told since the last call; the last `RECORDS` of it at most. Tells what waits."""
+        self.tell()
         nothing = Seen(np.zeros(0, RECORD_DTYPE), missed=False)
         with suppress(OSError):
             if self._written() == self._seen:

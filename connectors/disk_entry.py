@@ -115,11 +115,12 @@ class FolderEntry:
         self._tmp = self._folder(self.path / "tmp")
         self.own = self._folder(self.path / "tmp" / self._writer)
         lock_now(self.own)
-        for folder in (self.path / "tmp").iterdir():
-            self._remove_dead(folder)
+        dead = self._remove_dead()
         self.groups = [self._folder(self.path / str(group)) for group in range(groups)]
         self.board = Board(self.path / "board", int(self._writer, 16), fresh=alone)
         self._open.append(self.board.file)
+        if dead:
+            self.board.alarm()
         self._linked = [d for d in self._open if os.fstat(d).st_nlink]  # some systems tell none
 
     def _describe(self, text: str) -> None:
@@ -133,17 +134,38 @@ class FolderEntry:
             finally:
                 os.close(file)
 
-    def _remove_dead(self, folder: Path) -> None:
-        """What a writer left that does not hold its folder any more."""
-        if folder.name == self._writer:
-            return
-        with suppress(OSError):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                if lock_now(descriptor):
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(descriptor)
+    def bury(self) -> bool:
+        """Sweep up after processes that have died. True: there were some; all others know it.
+
+        What such a one stored last, it may have told nobody.
+        """
+        with suppress(OSError, ConfigError):  # somebody enters: the next time
+            if len(os.listdir(self._tmp)) > 1:  # noqa: PTH208  (a descriptor)
+                with locked(self.path.parent / "lock", 0):
+                    dead = self._remove_dead()
+                if dead:
+                    self.board.alarm()
+                return dead
+        return False
+
+    def _remove_dead(self) -> bool:
+        """What writers left that do not hold their folders any more. Under FOLDER/lock.
+
+        Else the folder of one that has not locked it yet would look like it.
+        """
+        found = False
+        for folder in (self.path / "tmp").iterdir():
+            if folder.name == self._writer:
+                continue
+            with suppress(OSError):
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    if lock_now(descriptor):
+                        shutil.rmtree(folder, ignore_errors=True)
+                        found = True
+                finally:
+                    os.close(descriptor)
+        return found
 
     def _folder(self, path: Path) -> int:
         self._open.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -154,12 +176,16 @@ class FolderEntry:
         return all(os.fstat(descriptor).st_nlink for descriptor in self._linked)
 
     def close(self) -> None:
-        """Let go of locks and files. Idempotent."""
+        """Let go of locks and files. Idempotent.
+
+        Who could not tell the others what it did leaves as the dead do: they will look for it.
+        """
         if hasattr(self, "own"):  # by descriptors: the folder may have another name by now
             with suppress(OSError):
                 for name in os.listdir(self.own):  # noqa: PTH208  (a descriptor)
                     os.unlink(name, dir_fd=self.own)
-                os.rmdir(self._writer, dir_fd=self._tmp)
+                if not hasattr(self, "board") or self.board.tell():
+                    os.rmdir(self._writer, dir_fd=self._tmp)
             del self.own
         while self._open:
             os.close(self._open.pop())

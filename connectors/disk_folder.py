@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from kvcache.connectors import disk_format
 from kvcache.connectors.disk_board import Board
 from kvcache.connectors.disk_entry import FolderEntry, cannot_use
+from kvcache.connectors.disk_scan import FoundPages, scanning
 from kvcache.core.errors import ConfigError
 from kvcache.core.page_files import PageFiles, page_file_bytes
 
@@ -32,17 +32,6 @@ RENEW_SECONDS = 0.5
 PROBE_BYTES = 4096
 _REFUSES_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-
-
-class FoundPages(NamedTuple):
-    """Files of one group, the oldest first."""
-
-    names: NDArray[np.uint8]
-    """`[n, 64]`, as `Transfer.names`."""
-    damaged: int
-    """Files of another length: removed."""
-    newest: int = 0
-    """Time of the last of them, nanoseconds since 1970."""
 
 
 class DiskFolder:
@@ -133,28 +122,19 @@ class DiskFolder:
 
     # ---- what there is -------------------------------------------------------------------------
 
+    def scanning(self, group: int) -> Generator[None, None, FoundPages]:
+        """Every file of a group, in steps."""
+        return scanning(self.path / str(group), page_file_bytes(self._page_bytes[group]))
+
     def scan(self, group: int) -> FoundPages:
-        """Every file of a group that is as long as it must be. O(files), one `stat` each."""
-        found: list[tuple[int, bytes]] = []
-        damaged = 0
-        length = page_file_bytes(self._page_bytes[group])
-        for folder in os.scandir(self.path / str(group)):
-            if not folder.is_dir(follow_symlinks=False):
-                continue
-            for entry in os.scandir(folder.path):
-                name = disk_format.name_of_file(entry.name)
-                if name is None:
-                    continue
-                with suppress(OSError):  # removed by another process
-                    about = entry.stat(follow_symlinks=False)
-                    if about.st_size == length and entry.name.startswith(folder.name):
-                        found.append((about.st_mtime_ns, name))
-                        continue
-                    Path(entry.path).unlink()
-                    damaged += 1
-        found.sort()
-        names = np.frombuffer(b"".join(name for _, name in found), np.uint8)
-        return FoundPages(names.reshape(-1, 64), damaged, found[-1][0] if found else 0)
+        """Every file of a group, at once."""
+        steps = self.scanning(group)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                found: FoundPages = end.value
+                return found
 
     def absent(self, group: int, names: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """For each name whether there is no file. O(names), one `stat` each."""
@@ -180,6 +160,10 @@ class DiskFolder:
             before.close()
             return True
         return False
+
+    def bury(self) -> bool:
+        """Sweep up after processes that have died. True: there were some."""
+        return self._entry.bury()
 
     # ---- pages ---------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@
 
 LAYOUT is a digest of everything that changes the bytes of pages and is not in their keys. So other
 layouts, and other versions of this format, are other folders. ROLE is a digest of that part of it that
-says whose they are, such as the rank of a shard: a rank replaces its own old layouts, not those of others.
+says whose they are, a model's and a rank's: who comes replaces its own old geometry, and nothing of others.
 """
 
 from __future__ import annotations
@@ -55,13 +55,21 @@ def layout_text(geometry: Geometry, fingerprint: Fingerprint, layout: str) -> st
     """
     lines = [
         f"kvcache page files, version {VERSION}, {sys.byteorder} endian",
+        role_text(fingerprint, layout),
+        *(f"group {i}: {_spec_text(group)}" for i, group in enumerate(geometry.groups)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def role_text(fingerprint: Fingerprint, layout: str) -> str:
+    """Whose pages they are, whatever their geometry: what a process may take the place of."""
+    lines = [
         f"model: {fingerprint.model!r}",
         f"KV dtype: {fingerprint.kv_dtype!r}",
         f"positions: {fingerprint.position_scheme!r}",
         f"layout: {layout!r}",
-        *(f"group {i}: {_spec_text(group)}" for i, group in enumerate(geometry.groups)),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _spec_text(group: GroupSpec) -> str:
@@ -85,7 +93,7 @@ def layout_name(role: str, layout: bytes) -> str:
     """Name of the folder of a layout. Layouts of one role take each other's place.
 
     Args:
-        role: the setting `layout`.
+        role: `role_text`.
     """
     of_role = hashlib.sha256(b"kvcache/role/1\0" + role.encode()).hexdigest()
     return f"{of_role[:8]}-{layout.hex()[:32]}"

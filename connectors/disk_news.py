@@ -57,7 +57,7 @@ class DiskNews:
         return len(self._heard) < MAX_HEARD
 
     def list(self, group: int, names: NDArray[np.uint8]) -> None:
-        """Every file of a group, the oldest first, in place of news that were missed."""
+        """Files of a group, the oldest first, in place of news that were missed."""
         self._heard.append(News(Change.STORED, group, names))
 
     def tell(self, records: NDArray[np.void]) -> None:

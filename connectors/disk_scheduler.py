@@ -11,7 +11,7 @@ file, and the key goes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,8 @@ from kvcache.connectors.base import (
     TransferResult,
 )
 from kvcache.connectors.disk_board import Change
-from kvcache.connectors.disk_folder import FoundPages
 from kvcache.connectors.disk_news import DiskNews
+from kvcache.connectors.disk_scan import FoundPages
 from kvcache.connectors.pool_records import Part, named, names_of
 from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.core.errors import InvariantError
@@ -69,6 +69,12 @@ class DiskScheduler(PoolScheduler):
         """As `PoolScheduler.lookup`, with what was heard since."""
         self._hear()
         return super().lookup(keys)
+
+    @property
+    def version(self) -> Hashable:
+        """As `PoolScheduler.version`, with what was heard since."""
+        self._hear()
+        return super().version
 
     def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]]:
         """As `PoolScheduler.holds`, with what was heard since."""

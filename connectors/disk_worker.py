@@ -8,8 +8,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from kvcache.connectors.base import (
     TransferResult,
 )
 from kvcache.connectors.copy_thread import CopyThread, Moved
-from kvcache.connectors.disk_board import Change
+from kvcache.connectors.disk_board import RECORDS, Change
 from kvcache.connectors.disk_folder import DiskFolder
 from kvcache.connectors.disk_news import DiskNews
 from kvcache.connectors.region_copy import PageStage
@@ -41,7 +40,16 @@ CHECK_SECONDS = 1.0
 """How often it is looked whether somebody removed the folder."""
 
 LIST_SECONDS = 60.0
-"""How often at most all files are listed, as news were missed. About 10 us a file."""
+"""How often at most all files are listed, as news were missed. About 10 us a file, in pieces: """
+
+BUSY_SECONDS = 0.002
+"""... beside each batch for so long, ..."""
+
+IDLE_SECONDS = 0.02
+"""... else at each look; so long a transfer that comes may wait."""
+
+LISTED_FILES = 1024
+"""Told at once: so many the scheduler's side takes up in its next call."""
 
 LATEST = 1 << 62
 """Nanoseconds since 1970 of the year 2116: files that are said to be younger have no time to go by."""
@@ -60,6 +68,9 @@ _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
 
 _NO_FILE = {errno.EISDIR, errno.ENOTDIR}
 """Of files that are to be removed: something else is in their place, and not ours."""
+
+UNTOLD = "Untold"
+"""Kind of error of a store that would go beyond the bound: a process that stands still keeps the board."""
 
 MAX_STUCK = 256
 """Pieces of what could not be removed that are remembered; more the next start finds."""
@@ -86,6 +97,7 @@ class DiskWorker(TierWorker):
         batch_bytes: moved between two looks at queue and deadline.
         newest: time of the youngest file. What is stored now is younger, also when the clock was
             set back since.
+        most_untold: files that may be stored, and a batch more, while others cannot be told of them.
     """
 
     def __init__(
@@ -98,13 +110,14 @@ class DiskWorker(TierWorker):
         queue_depth: int,
         batch_bytes: int,
         newest: int = 0,
+        most_untold: int = 0,
     ) -> None:
         self._groups = tuple(groups)
         self._page_bytes = tuple(page_bytes)
         self._batch_bytes = batch_bytes
         self._pages: tuple[PageRegion, ...] = ()
         self._last_time = min(newest, LATEST)
-        mover = _Mover(folder, news, self._page_bytes)
+        mover = _Mover(folder, news, self._page_bytes, most_untold)
         self._thread = CopyThread(
             mover.move,
             queue_depth=queue_depth,
@@ -197,19 +210,27 @@ class DiskWorker(TierWorker):
 class _Mover:
     """What the copy thread does. It knows nothing of the worker, which may be gone before it."""
 
-    def __init__(self, folder: DiskFolder, news: DiskNews, page_bytes: Sequence[int]) -> None:
+    def __init__(
+        self, folder: DiskFolder, news: DiskNews, page_bytes: Sequence[int], most_untold: int
+    ) -> None:
         self._folder = folder
         self._news = news
         self._page_bytes = page_bytes
+        self._most_untold = min(most_untold, RECORDS // 4)
         self._checked = time.monotonic()
         self._missed, self._listed = False, -math.inf
+        self._listing: Iterator[None] = iter(())
         self._stuck: list[tuple[int, NDArray[np.uint8]]] = []
         self._stage = PageStage()
 
     def move(self, batch: _Batch) -> Moved:
         """One batch; first what makes room for it."""
-        self.attend()
+        self._attend(BUSY_SECONDS)
         load = batch.direction is Direction.LOAD
+        untold = self._folder.board.untold_files
+        if untold > self._most_untold and not load:
+            nothing = np.zeros(len(batch.items), np.bool_)
+            return Moved(0, nothing, error=f"{UNTOLD}: others do not know of {untold} files yet")
         moved = self._folder.read if load else self._folder.write
         addresses = self._stage.addresses(batch.region, batch.pages, filled=not load)
         outcomes = moved(batch.group, batch.names, addresses, batch.times)
@@ -228,10 +249,14 @@ class _Mover:
 
     def attend(self) -> None:
         """Remove what is to be removed, hear what others did."""
+        self._attend(IDLE_SECONDS)
+
+    def _attend(self, seconds: float) -> None:
         now = time.monotonic()
         if now >= self._checked + CHECK_SECONDS:
             self._checked = now
             self._missed |= self._folder.renew()
+            self._missed |= self._folder.bury()
             stuck, self._stuck = self._stuck, []
             for group, names in stuck:
                 self._drop(group, names)
@@ -242,8 +267,8 @@ class _Mover:
             self._news.tell(self._still_so(seen.records))
             self._missed |= seen.missed
             if self._missed and now >= self._listed + LIST_SECONDS:
-                self._list()
-                self._missed, self._listed = False, now
+                self._listing, self._missed, self._listed = self._list(), False, now
+            self._go_on(now + seconds)
 
     def _still_so(self, records: NDArray[np.void]) -> NDArray[np.void]:
         """Without what is told as removed and is there, as it was stored anew since."""
@@ -253,11 +278,23 @@ class _Mover:
             keep[rows] = self._folder.absent(group, records["name"][rows])
         return records[keep]
 
-    def _list(self) -> None:
+    def _go_on(self, end: float) -> None:
+        """With the listing, if there is one."""
+        try:
+            for _ in self._listing:
+                if time.monotonic() >= end:
+                    break
+        except OSError:  # the folder was removed again
+            self._missed = True
+
+    def _list(self) -> Iterator[None]:
         """Tell what there is, file by file: what nobody knows of, nobody removes."""
-        with suppress(OSError):  # removed again
-            for group in range(len(self._page_bytes)):
-                self._news.list(group, self._folder.scan(group).names)
+        for group in range(len(self._page_bytes)):
+            names = (yield from self._folder.scanning(group)).names
+            for first in range(0, len(names), LISTED_FILES):
+                piece = names[first : first + LISTED_FILES]
+                self._news.list(group, piece[~self._folder.absent(group, piece)])
+                yield
 
     def _drop(self, group: int, names: NDArray[np.uint8]) -> None:
         """Remove files. What cannot be removed now is tried again: else nobody would know of it."""

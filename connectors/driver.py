@@ -47,6 +47,7 @@ from kvcache.connectors.base import (
 from kvcache.connectors.event_stream import TierStream
 from kvcache.connectors.offload_loads import Loads
 from kvcache.connectors.offload_records import (
+    Known,
     Reach,
     hand_back,
     require_alone,
@@ -72,8 +73,8 @@ RETRY_SECONDS = 0.01
 class Offload:
     """Loads what a lookup finds in the tier, stores what the manager gives a key.
 
-    A load whose worker says nothing is given up at its deadline (and a grace): the request waits
-    again, the pages stay out of use until a result comes after all.
+    A transfer whose worker says nothing is late at its deadline (and a grace), and counted: its pages
+    stay out of use until a result comes after all. A request whose load it was waits again.
 
     Args:
         manager: decides about device pages; used by the same thread. Kept as an attribute.
@@ -127,9 +128,9 @@ class Offload:
         if faults is not None and faults.loads >= MAX_FAILED_LOADS:
             return manager.lookup(handle)
         digests = manager.group_digests(handle)
-        lengths = [len(rows) for rows in digests]
+        now = Known(self._scheduler.version, [len(rows) for rows in digests])
         reach = self._held.setdefault(handle, None)
-        if reach is not None and reach[:2] == (self._stores.ended, lengths):
+        if reach is not None and reach.known == now and now.version is not None:
             digests = [rows[:n] for rows, n in zip(digests, reach.rows, strict=True)]
         keys = RequestKeys(handle, namespace, digests)
         present = self._scheduler.lookup(keys)
@@ -140,19 +141,19 @@ class Offload:
             for group, index in faults.lost:
                 present[group][index[index < len(present[group])]] = 0
         hit = manager.lookup(handle, present)
-        self._narrow(keys, present, hit, lengths)
+        self._narrow(keys, present, hit, now)
         return hit
 
     def _narrow(
-        self, keys: RequestKeys, present: list[NDArray[np.uint8]], hit: Hit, lengths: list[int]
+        self, keys: RequestKeys, present: list[NDArray[np.uint8]], hit: Hit, known: Known
     ) -> None:
         """Ends pins behind the first gap in attention: nothing there can be part of a hit."""
         tokens = max(hit.hit_tokens, hit.junction)
         rows = [tokens // span if span else 0 for span in self.manager.geometry.block_tokens]
         if any(flags[n:].any() for flags, n in zip(present, rows, strict=True)):
             digests = [d[:n] for d, n in zip(keys.digests, rows, strict=True)]
-            self._scheduler.lookup(keys._replace(digests=digests))  # replaces the pins
-            self._held[keys.request] = Reach(self._stores.ended, lengths, rows)
+            self._scheduler.narrow(keys._replace(digests=digests))
+            self._held[keys.request] = Reach(known, rows)
 
     def explain(self, handle: int) -> Explanation:
         """`Manager.explain`, with what the tier holds now though the last lookup did not find it there.
@@ -264,7 +265,7 @@ class Offload:
         ended = self._stores.ended
         for result in self._worker.poll():
             self._take(result)
-        for result in self._loads.silent():
+        for result in (*self._loads.silent(), *self._stores.silent()):
             self._take(result)
         if self._stores.ended > ended or self._stores.waiting:
             self._stores.advance()  # there is room for what waited
@@ -292,7 +293,7 @@ class Offload:
 
     def _wait(self, timeout_seconds: float) -> bool:
         """Until there is a result, or one that should have come is not waited for any longer."""
-        due = self._loads.due
+        due = min(self._loads.due, self._stores.due)
         remaining = max(0.0, min(timeout_seconds, due - time.monotonic()))
         return self._worker.wait(remaining) or due <= time.monotonic()
 

@@ -28,7 +28,18 @@ from kvcache.core.host_limits import (
 )
 
 PAGE_BYTES = 4096
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MAP_HUGETLB = 0x40000  # linux/mman.h; Python has no name for it
+
+
+def place(setting: str, node: int, address: int, size_bytes: int) -> None:
+    """What a range gets comes from the NUMA node, as long as it has some; `ConfigError` where it cannot."""
+    try:
+        memory_calls.prefer_node(address, size_bytes, node)
+    except OSError as error:
+        raise ConfigError(
+            f"{setting} is {node}, and the system cannot place memory ({error}): leave it out"
+        ) from error
 
 
 class HostPool:
@@ -61,15 +72,21 @@ class HostPool:
             offsets.append(total)
             total += -(-size * count // PAGE_BYTES) * PAGE_BYTES
         reserved = self._reserves(setting, total, huge_pages)
-        if not reserved:
-            require_memory(setting, total)
         if lock:
             require_lockable(setting, total)
+        mapping = self._map_reserved(setting, total, huge_pages) if reserved else None
+        reserved = mapping is not None
+        if mapping is None:
+            require_memory(setting, total)
+            mapping = self._map(setting, total)
         if numa_node is not None:
             require_node("CpuConnector.numa_node", numa_node, 0 if reserved else total)
-        self._mapping = self._map(setting, total, reserved=reserved)
+        self._mapping = mapping
+        # A forked child has no use for it, and its parent would copy each page that it writes.
+        self._mapping.madvise(mmap.MADV_DONTFORK)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        self.mapped_bytes = total
+        self.mapped_bytes = len(self._mapping)
+        """With what is rounded up: to 4 KiB a group, to 2 MiB in all where huge pages are reserved."""
         self.huge_pages = "reserved" if reserved else "none"
         """What backs it: `reserved`, `transparent` (where the kernel finds some) or `none`."""
         if not reserved and huge_pages is None:
@@ -77,7 +94,7 @@ class HostPool:
                 self._mapping.madvise(mmap.MADV_HUGEPAGE)
                 self.huge_pages = "transparent"
         if numa_node is not None:
-            self._place(numa_node)
+            place("CpuConnector.numa_node", numa_node, self.address, self.mapped_bytes)
         self.regions = tuple(
             PageRegion(self.address + offset, size, count)
             for offset, size, count in zip(offsets, slot_bytes, slots, strict=True)
@@ -106,28 +123,28 @@ class HostPool:
             )
         return needed <= free
 
-    def _map(self, setting: str, total: int, *, reserved: bool) -> mmap.mmap:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        length = total
-        if reserved:
-            flags |= _MAP_HUGETLB
-            length = -(-total // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    @staticmethod
+    def _map_reserved(setting: str, total: int, huge_pages: bool | None) -> mmap.mmap | None:  # noqa: FBT001
+        """None: others took the reserved huge pages meanwhile, and it may be done without."""
+        length = -(-total // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         try:
-            return mmap.mmap(-1, length, flags=flags)
+            return mmap.mmap(-1, length, flags=_PRIVATE | _MAP_HUGETLB)
+        except OSError as error:
+            if not huge_pages:
+                return None
+            raise ConfigError(
+                f"{setting}: the system refused {amount(length)} in huge pages ({error}): raise"
+                " /proc/sys/vm/nr_hugepages, lower the pool, or leave out huge_pages"
+            ) from error
+
+    @staticmethod
+    def _map(setting: str, total: int) -> mmap.mmap:
+        try:
+            return mmap.mmap(-1, total, flags=_PRIVATE)
         except OSError as error:
             raise ConfigError(
                 f"{setting}: the system refused to map {amount(total)} of host memory ({error}):"
                 f" lower {setting}"
-            ) from error
-
-    def _place(self, node: int) -> None:
-        try:
-            memory_calls.prefer_node(self.address, len(self._mapping), node)
-        except OSError as error:
-            self._mapping.close()
-            raise ConfigError(
-                f"CpuConnector.numa_node is {node}, and the system cannot place memory ({error}):"
-                " leave it out"
             ) from error
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +17,10 @@ from kvcache.connectors.base import (
     TierScheduler,
     Transfer,
     TransferResult,
-    failed,
 )
-from kvcache.connectors.offload_records import Faults, Load
+from kvcache.connectors.offload_records import Faults, Load, due_of, silence
 from kvcache.core.errors import HandleError, MisuseError
 from kvcache.core.manager import Manager
-
-GRACE_SECONDS = 5.0
-"""After its deadline and so long without a result a load is given up here."""
 
 MAX_TIMINGS = 64
 """Of loads that ended: as many are kept for `take_timings`, the newest."""
@@ -90,7 +85,7 @@ class Loads:
             if not error.startswith(QUEUE_FULL):
                 self._note_fault(handle, items)
             return False
-        due = time.monotonic() + transfer.deadline_seconds + GRACE_SECONDS
+        due = due_of(transfer)
         self._loads[transfer.id] = Load(handle, load, items, transfer, due)
         return True
 
@@ -115,9 +110,8 @@ class Loads:
     def silent(self) -> list[TransferResult]:
         """A late result for each whose time, and grace, is over."""
         now = time.monotonic()
-        error = f"Silent: no result until {GRACE_SECONDS} s after the deadline"
         return [
-            replace(failed(load.transfer, error), late=True)
+            silence(load.transfer)
             for load in self._loads.values()
             if not load.given_up and load.due <= now
         ]

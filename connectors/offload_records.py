@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.connectors.base import Connector, PageRegion, Transfer
+from kvcache.connectors.base import Connector, PageRegion, Transfer, TransferResult, failed
 from kvcache.core.errors import ConfigError, HandleError, MisuseError
 from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
 from kvcache.core.values import sequence, shown
 
 
+class Known(NamedTuple):
+    """What a lookup goes by: with the same it would find the same."""
+
+    version: Hashable
+    """Of the tier; None: it cannot be told."""
+    keys: list[int]
+    """Of each group: those that the request has."""
+
+
 class Reach(NamedTuple):
     """How far the pins of a lookup go, because no hit goes further."""
 
-    stored: int
-    """Stores that had ended: later ones may have filled the gap."""
-    keys: list[int]
-    """Of each group: the keys that the request had, ..."""
+    known: Known
     rows: list[int]
-    """... and those among them that are pinned."""
+    """Of each group: the keys that are pinned."""
 
 
 @dataclass(slots=True)
@@ -49,6 +56,33 @@ class Load:
             return manager.info(self.handle).load == self.load
         except HandleError:
             return False
+
+
+@dataclass(slots=True)
+class Store:
+    """A store in flight."""
+
+    items: NDArray[np.void]
+    """Its device pages are held: they are read until a result comes."""
+    transfer: Transfer
+    due: float
+    """When a worker that says nothing is taken to be late."""
+    late: bool = False
+
+
+GRACE_SECONDS = 5.0
+"""After its deadline and so long without a result a transfer is late, whatever its worker says."""
+
+
+def due_of(transfer: Transfer) -> float:
+    """When one that is submitted now, and of which nothing is heard, is late."""
+    return time.monotonic() + transfer.deadline_seconds + GRACE_SECONDS
+
+
+def silence(transfer: Transfer) -> TransferResult:
+    """A late result in place of the worker's, which says nothing."""
+    error = f"Silent: no result until {GRACE_SECONDS} s after the deadline"
+    return replace(failed(transfer, error), late=True)
 
 
 @dataclass(slots=True)

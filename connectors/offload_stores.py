@@ -9,6 +9,8 @@ to ask again for most of what it wants, and what was evicted before it came woul
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -22,6 +24,7 @@ from kvcache.connectors.base import (
     Transfer,
     TransferResult,
 )
+from kvcache.connectors.offload_records import Store, due_of, silence
 from kvcache.core.manager import Manager
 
 STORE_BYTES = 64 << 20
@@ -53,7 +56,7 @@ class Stores:
         self._submit = submit
         self._ahead_bytes = ahead_bytes
         self._page_bytes = np.array([g.page_bytes for g in manager.geometry.groups], np.int64)
-        self._stores: dict[int, NDArray[np.void]] = {}
+        self._stores: dict[int, Store] = {}
         self._backlog = np.empty(0, KEYED_DTYPE)
         self._refused = False
         """A full queue refused a store; it is first in the backlog until one in flight ends."""
@@ -82,7 +85,7 @@ class Stores:
     @property
     def held_pages(self) -> int:
         """Device pages that stores in flight hold."""
-        return sum(map(len, self._stores.values()))
+        return sum(len(store.items) for store in self._stores.values())
 
     def advance(self) -> None:
         """Start stores, as many as may be in flight. Nothing while the oldest request waits for space."""
@@ -141,7 +144,8 @@ class Stores:
         self._unpin(items[rest])
         error = self._submit(transfer)
         if not error:
-            self._stores[transfer.id] = items[chosen]
+            due = due_of(transfer)
+            self._stores[transfer.id] = Store(items[chosen], transfer, due)
             return nothing
         self._unpin(items[chosen])
         return items[chosen] if error.startswith(QUEUE_FULL) else nothing
@@ -151,12 +155,36 @@ class Stores:
             pages = items["page"][items["group"] == group]
             self._manager.unpin(group, pages[::-1])  # the tail of a prefix is evicted first
 
+    @property
+    def due(self) -> float:
+        """When the next one that says nothing is late."""
+        return min((it.due for it in self._stores.values() if not it.late), default=math.inf)
+
+    def silent(self) -> list[TransferResult]:
+        """A late result for each whose time, and grace, is over."""
+        now = time.monotonic()
+        return [
+            silence(store.transfer)
+            for store in self._stores.values()
+            if not store.late and store.due <= now
+        ]
+
     def end(self, result: TransferResult) -> None:
-        """A result of a store: the final one lets its pages go. Unknown ids are ignored here."""
-        if not result.late and result.id in self._stores:
-            self.ended += 1
-            self._refused = False
-            self._unpin(self._stores.pop(result.id))
+        """A result of a store: the final one lets its pages go. Unknown ids are ignored here.
+
+        Pages of a late one stay held: they may still be read. So what a worker that says nothing
+        takes from the device is bounded, by `MAX_STORES`.
+        """
+        store = self._stores.get(result.id)
+        if store is None:
+            return
+        if result.late:
+            store.late = True
+            return
+        del self._stores[result.id]
+        self.ended += 1
+        self._refused = False
+        self._unpin(store.items)
 
     def close(self) -> None:
         """What waits for its turn will not be stored, nor what comes later."""

@@ -8,7 +8,7 @@ has no key until its bytes are known to be complete.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -112,10 +112,28 @@ class PoolScheduler(TierScheduler):
             for pool, digests in zip(self._pools, keys.digests, strict=True)
         ]
         if promise is not None:
-            self._unhold(promise)
+            self._unhold(promise.slots)
         present = [read_only(s >= 0) for s in slots]
         self._promises[keys.request] = Promise(signature, versions, present, slots)
         return list(present)
+
+    def narrow(self, keys: RequestKeys) -> None:
+        """O(keys that are not wanted any more), without the index."""
+        self._require_groups(keys)
+        promise, lengths = self._promises.get(keys.request), list(map(len, keys.digests))
+        known = list(map(len, promise.slots)) if promise is not None else []
+        if promise is None or len(known) < len(lengths) or any(map(int.__lt__, known, lengths)):
+            self.lookup(keys)
+            return
+        self._unhold([slots[n:] for slots, n in zip(promise.slots, lengths, strict=True)])
+        promise.signature = signature_of(keys)
+        promise.slots = [slots[:n].copy() for slots, n in zip(promise.slots, lengths, strict=True)]
+        promise.present = [read_only(slots >= 0) for slots in promise.slots]
+
+    @property
+    def version(self) -> Hashable:
+        """Of the pools."""
+        return tuple(pool.version for pool in self._pools)
 
     def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]]:
         """Never None. O(keys)."""
@@ -156,10 +174,10 @@ class PoolScheduler(TierScheduler):
         if promise is None:
             self._counts.unknown_ids += 1
         else:
-            self._unhold(promise)
+            self._unhold(promise.slots)
 
-    def _unhold(self, promise: Promise) -> None:
-        for pool, slots in zip(self._pools, promise.slots, strict=True):
+    def _unhold(self, held: Sequence[NDArray[np.int32]]) -> None:
+        for pool, slots in zip(self._pools, held, strict=True):
             pool.release(slots[slots >= 0][::-1])  # the tail of a prefix is evicted before its head
 
     # ---- plans ---------------------------------------------------------------------------------
@@ -176,7 +194,7 @@ class PoolScheduler(TierScheduler):
                 slots[part.rows] = self._pools[part.group].acquire(number, digests)
         promise = self._promises.pop(request, None)
         if promise is not None:
-            self._unhold(promise)
+            self._unhold(promise.slots)
         return self._start(Direction.LOAD, items, slots, parts)
 
     def plan_store(self, pages: KeyedPages) -> tuple[Transfer, NDArray[np.int64]] | None:

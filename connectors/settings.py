@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvcache.connectors.base import PageRegion
+from kvcache.core.copy import cores
 from kvcache.core.errors import ConfigError
 from kvcache.core.hashing import Fingerprint
 from kvcache.core.layout import Geometry
-from kvcache.core.values import sequence, shown
+from kvcache.core.values import sequence, shown, text, whole
 
 MOST_SLOTS = 2**31 - 2
 
@@ -51,6 +52,25 @@ def require_fingerprint(owner: str, fingerprint: object) -> None:
             " whose they are, as in Fingerprint(model='llama-3-8b', kv_dtype='bfloat16'), and give"
             " the Manager the same"
         )
+
+
+def copy_threads(owner: str, threads: object) -> int:
+    """Threads that copy at once, `ConfigError` unless above 0: no more than this process may run."""
+    return min(whole(threads, f"{owner}.threads", least=1), cores())
+
+
+def layout_setting(owner: str, layout: object) -> str:
+    """What the pages are that processes share; `ConfigError` where it is left to a guess.
+
+    Ranks of a model have equal keys, geometries and fingerprints, and other bytes: nothing else
+    tells them apart.
+    """
+    if not text(layout, f"{owner}.layout"):
+        raise ConfigError(
+            f"{owner}.layout is empty: say whose bytes these are, 'whole' where this process has whole"
+            " pages, or its rank, as in 'rank 0 of 8', where it has a shard of each"
+        )
+    return str(layout)
 
 
 def slots_of_groups(

@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connectors.base import Connector, Direction, PageRegion
 from kvcache.connectors.copy_thread import Moved
+from kvcache.connectors.copy_threads import CopyThreads
 from kvcache.connectors.disk_format import layout_digest, layout_text
 from kvcache.connectors.host_worker import HostBatch, HostWorker
 from kvcache.connectors.pool_records import Part, names_of
 from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.connectors.region_copy import PageStage
 from kvcache.connectors.settings import (
+    copy_threads,
     folder_path,
+    layout_setting,
     require_fingerprint,
     require_seconds,
     require_whole,
@@ -30,7 +34,7 @@ from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.hashing import Fingerprint
 from kvcache.core.layout import Geometry
 from kvcache.core.shared_pool import SpaceNumbers
-from kvcache.core.values import flag, index_seed, shown, text
+from kvcache.core.values import flag, index_seed, shown, text, whole
 
 DEFAULT_BATCH_BYTES = 16 << 20
 """About 4 ms of copying with checksums: how fine deadlines are, how long a load waits for a store."""
@@ -51,12 +55,15 @@ class SharedConnector(Connector):
         geometry: the groups, as the manager has them.
         name: of the region; those that give the same name share it.
         fingerprint: that of the manager. Its model must be named.
-        layout: what else changes the bytes of a page and not its key: the rank of a shard, an order
-            of pages. Users of one region must give the same.
+        layout: whose bytes they are, as for `DiskConnector`. Users of one region must give the same.
         capacity_bytes: host memory to use, split over the groups by `split_bytes`. Or:
         pages: slots of each group.
         folder: where regions lie; None: a folder of this user's in /dev/shm.
-        queue_depth, deadline_seconds, state_interval_tokens, batch_bytes, lock: as for `CpuConnector`.
+        queue_depth, deadline_seconds, state_interval_tokens, batch_bytes, lock, numa_node: as for
+            `CpuConnector`.
+        huge_pages: True: the folder's file system must take them (tmpfs: `huge=within_size`); None:
+            where it does; False: none.
+        threads: that copy at once, no more than the cores given to this process.
         seed: of the index's hash function, for who makes the region; None: a random one.
         before_copy: called before each batch; for tests.
 
@@ -73,7 +80,7 @@ class SharedConnector(Connector):
         *,
         name: str,
         fingerprint: Fingerprint,
-        layout: str = "",
+        layout: str,
         capacity_bytes: int | None = None,
         pages: Sequence[int] | None = None,
         folder: str | os.PathLike[str] | None = None,
@@ -81,7 +88,10 @@ class SharedConnector(Connector):
         deadline_seconds: float = 30.0,
         state_interval_tokens: int = 1024,
         batch_bytes: int = DEFAULT_BATCH_BYTES,
+        huge_pages: bool | None = None,
+        numa_node: int | None = None,
         lock: bool = False,
+        threads: int = 1,
         seed: int | None = None,
         before_copy: Callable[[], None] = lambda: None,
     ) -> None:
@@ -93,6 +103,7 @@ class SharedConnector(Connector):
         require_whole("SharedConnector.queue_depth", queue_depth)
         require_whole("SharedConnector.batch_bytes", batch_bytes)
         require_seconds("SharedConnector.deadline_seconds", deadline_seconds)
+        threads = copy_threads("SharedConnector", threads)
         sizes = [group.page_bytes for group in geometry.groups]
         slots, setting = slots_of_groups(
             "SharedConnector",
@@ -102,7 +113,7 @@ class SharedConnector(Connector):
             state_interval_tokens=state_interval_tokens,
             slot_bytes=sizes,
         )
-        described = layout_text(geometry, fingerprint, text(layout, "SharedConnector.layout"))
+        described = layout_text(geometry, fingerprint, layout_setting("SharedConnector", layout))
         region = SharedRegion(
             None if folder is None else folder_path("SharedConnector", folder),
             text(name, "SharedConnector.name"),
@@ -111,6 +122,12 @@ class SharedConnector(Connector):
             layout=layout_digest(described),
             setting=setting,
             lock=flag(lock, "SharedConnector.lock"),
+            huge_pages=None
+            if huge_pages is None
+            else flag(huge_pages, "SharedConnector.huge_pages"),
+            numa_node=None
+            if numa_node is None
+            else whole(numa_node, "SharedConnector.numa_node", least=0),
             seed=seed,
         )
         super().__init__(
@@ -119,7 +136,7 @@ class SharedConnector(Connector):
             worker=HostWorker(
                 region.regions,
                 region.chunks,
-                _SharedMover(region, before_copy),
+                _SharedMover(region, before_copy, threads),
                 groups=[group.name for group in geometry.groups],
                 queue_depth=queue_depth,
                 batch_bytes=batch_bytes,
@@ -165,9 +182,10 @@ class SharedScheduler(PoolScheduler):
 class _SharedMover:
     """Copies with checksums, and looks after the dead. Owns the region."""
 
-    def __init__(self, region: SharedRegion, before_copy: Callable[[], None]) -> None:
+    def __init__(self, region: SharedRegion, before_copy: Callable[[], None], threads: int) -> None:
         self._region = region
         self._before_copy = before_copy
+        self._copiers = CopyThreads(threads)
         self._looked = time.monotonic()
         self._stage = PageStage()
 
@@ -181,13 +199,16 @@ class _SharedMover:
         addresses = self._stage.addresses(pages, batch.pages, filled=not load)
         tables, total = self._region.tables, len(batch.items)
         if load:
-            ok = tables.load(batch.group, addresses, batch.slots, batch.names) == 1
+            load_part = partial(tables.load, batch.group)
+            parts = self._copiers.run(load_part, addresses, batch.slots, batch.names)
+            ok = np.concatenate(parts) == 1
             self._stage.scatter(pages, batch.pages, ok)
             why = "pages are not what was stored under their key"
             error = "" if ok.all() else f"Damaged: {total - int(ok.sum())} of {total} {why}"
             return Moved(int(ok.sum()) * pages.page_bytes, ok, ~ok, error)
         ready, missing = self._region.chunks.ensure(batch.group, batch.slots)
-        tables.store(batch.group, addresses[ready], batch.slots[ready], batch.names[ready])
+        store_part = partial(tables.store, batch.group)
+        self._copiers.run(store_part, addresses[ready], batch.slots[ready], batch.names[ready])
         count = int(ready.sum())
         error = f"{NO_SPACE}: {total - count} of {total} pages: {missing}" if missing else ""
         return Moved(count * pages.page_bytes, ready, error=error)
@@ -199,5 +220,6 @@ class _SharedMover:
 
     def close(self) -> None:
         """Leave the region."""
+        self._copiers.close()
         self._region.close()
         self._stage.close()

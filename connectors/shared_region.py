@@ -25,10 +25,17 @@ from pathlib import Path
 
 from kvcache.connectors.base import PageRegion
 from kvcache.connectors.disk_locks import lock_now, locked
+from kvcache.connectors.host_pool import place
 from kvcache.connectors.pool_chunks import PoolChunks, require_room
 from kvcache.core import memory_calls
 from kvcache.core.errors import ConfigError
-from kvcache.core.host_limits import require_file_space, require_lockable, require_memory
+from kvcache.core.host_limits import (
+    require_file_huge_pages,
+    require_file_space,
+    require_lockable,
+    require_memory,
+    require_node,
+)
 from kvcache.core.shared_pool import MOST_USERS, SharedTables, format_region, tables_bytes
 
 SHM = Path("/dev/shm")  # noqa: S108  (a folder of our own in it, see `_own`)
@@ -50,6 +57,8 @@ class SharedRegion:
         layout: 32 bytes that say what the pages are; equal for all users.
         setting: what asked for so much, for messages.
         lock: keep it from being swapped, within RLIMIT_MEMLOCK.
+        huge_pages: True: the folder's file system must take them; None: where it does; False: none.
+        numa_node: where memory that is not there yet comes from, as long as there is some.
 
     Raises:
         ConfigError: a region of another kind or size, a limit, a folder that is not this user's, or
@@ -66,6 +75,8 @@ class SharedRegion:
         layout: bytes,
         setting: str,
         lock: bool = False,
+        huge_pages: bool | None = None,
+        numa_node: int | None = None,
         seed: int | None = None,
     ) -> None:
         if not _NAME.fullmatch(name):
@@ -83,9 +94,14 @@ class SharedRegion:
             require_lockable(setting, total - tables)
         try:
             _own(self._folder)
+            if huge_pages:
+                require_file_huge_pages("SharedConnector.huge_pages", self._folder)
+            if numa_node is not None:
+                require_node("SharedConnector.numa_node", numa_node, 0)
             with locked(self._folder / "lock", OPEN_SECONDS):
                 self._remove_stale()
                 self._attach(setting, slots, page_bytes, layout, seed)
+            self._back(huge_pages, numa_node)
         except OSError as error:
             self._drop()
             raise ConfigError(
@@ -160,6 +176,14 @@ class SharedRegion:
         # A number that was used before: its last user may have died since.
         if not self.tables.forget(self.user):
             raise ConfigError(self._misfit("a process that uses it is stopped and holds its lock"))
+
+    def _back(self, huge_pages: bool | None, numa_node: int | None) -> None:  # noqa: FBT001
+        assert self._mapping is not None
+        with suppress(OSError):  # a kernel, or a file system, without them
+            wanted = mmap.MADV_NOHUGEPAGE if huge_pages is False else mmap.MADV_HUGEPAGE
+            self._mapping.madvise(wanted)
+        if numa_node is not None:
+            place("SharedConnector.numa_node", numa_node, self._address(), len(self._mapping))
 
     def _misfit(self, why: str) -> str:
         return (

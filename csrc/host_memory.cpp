@@ -1,4 +1,5 @@
 // Host memory made ready: page tables filled, bound to a node, kept in memory. Where the kernel cannot, it says so.
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -16,6 +17,7 @@ namespace {
 
 constexpr int kPreferred = 1;  // MPOL_PREFERRED: of linux/mempolicy.h
 constexpr int kMostNodes = 1024;
+constexpr int kMostTries = 100;  // of what the kernel has no resources for right now
 
 int32_t check(uint64_t address, int64_t n_bytes, const int32_t* error) {
     if (!error) return kvc::fail(KVC_E_ARGUMENT, "error is NULL");
@@ -40,9 +42,12 @@ int32_t kvc_memory_populate(uint64_t address, int64_t n_bytes, int32_t* error) {
     const uint64_t from = address / static_cast<uint64_t>(page) * static_cast<uint64_t>(page);
     auto* first = reinterpret_cast<uint8_t*>(from);
     auto* last = reinterpret_cast<uint8_t*>(address) + n_bytes;
-    for (;;) {
+    for (int busy = 0;;) {
         *error = madvise(first, static_cast<size_t>(last - first), MADV_POPULATE_WRITE) == 0 ? 0 : errno;
-        if (*error == EINTR || *error == EAGAIN) continue;
+        if (*error == EINTR || (*error == EAGAIN && ++busy < kMostTries)) {
+            sched_yield();
+            continue;
+        }
         if (*error != EINVAL) return KVC_OK;
         touch(first, last, page);
         *error = 0;

@@ -136,7 +136,11 @@ class Player:
         try:
             self._host = None if mode == RESTARTED else CpuConnector(geometry, pages=pages)
             disk = DiskConnector(
-                geometry, folder=folder, fingerprint=kit.model.fingerprint(), pages=pages
+                geometry,
+                folder=folder,
+                fingerprint=kit.model.fingerprint(),
+                layout="whole",
+                pages=pages,
             )
         except ConfigError as error:
             raise ConfigError(f"--host-tokens or --sessions is too large: {error}") from error

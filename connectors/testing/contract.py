@@ -38,6 +38,7 @@ from kvcache.connectors.testing.harness import (
     expect,
     rig,
 )
+from kvcache.connectors.testing.lookups import LOOKUP_RULES
 from kvcache.connectors.testing.randomized import ten_thousand_random_operations
 from kvcache.connectors.testing.ranks import RANK_RULES
 from kvcache.core.errors import ConfigError, MisuseError
@@ -118,77 +119,6 @@ def groups_never_mix(factory: Factory) -> None:
 
 
 # ---- pins ----------------------------------------------------------------------------------------
-
-
-def lookup_is_idempotent(factory: Factory) -> None:
-    """Equal answers, and the pins of one lookup however often it is repeated."""
-    with rig(factory) as r:
-        keys = chain("a", 3)
-        r.store(keys[:2])
-        for _ in range(3):
-            expect(r.lookup(1, keys) == [1, 1, 0], "a repeated lookup gave another answer")
-        expect(r.pinned() == 2, f"three lookups pin {r.pinned()} pages, not 2")
-        r.store(keys[2:])
-        expect(r.lookup(1, keys) == [1, 1, 1], "a repeated lookup missed a new key")
-        r.scheduler.release(1)
-        expect(r.pinned() == 0, "pins are left after release")
-
-
-def a_promise_survives_pressure(factory: Factory) -> None:
-    """What a lookup reported can be loaded, however much is stored meanwhile."""
-    with rig(factory) as r:
-        keys = chain("a", 3)
-        r.store(keys)
-        r.lookup(1, keys)
-        for i in range(4 * r.setup.pages[0]):
-            r.store([Key(f"other{i}")])
-        expect(r.lookup(1, keys) == [1, 1, 1], "a promised key is gone")
-        expect(all(r.load(1, keys)), "a promised key could not be loaded")
-
-
-def a_new_lookup_replaces_the_old(factory: Factory) -> None:
-    """Pins follow the last lookup of a request; another request's stay."""
-    with rig(factory) as r:
-        first, second = chain("a", 3), chain("b", 2)
-        r.store(first + second)
-        r.lookup(1, first)
-        r.lookup(1, second)
-        expect(r.pinned() == 2, f"the old lookup still pins: {r.pinned()} pages, not 2")
-        r.lookup(2, second)
-        r.scheduler.release(1)
-        expect(r.pinned() == 2, "a release dropped another request's pins")
-        r.scheduler.release(2)
-        expect(r.pinned() == 0, "pins are left after release")
-
-
-def what_is_held_is_told_without_a_promise(factory: Factory) -> None:
-    """`holds` tells what a lookup would find, or that it cannot tell, and changes no pin."""
-    with rig(factory) as r:
-        keys = chain("a", 3)
-        r.store(keys[:2])
-        r.lookup(1, keys[:1])
-        held = r.scheduler.holds(r.request_keys(2, keys))
-        expect(r.pinned() == 1, f"a question pins: {r.pinned()} pages, not the lookup's one")
-        if held is not None:
-            expect(held[0].tolist() == [1, 1, 0], f"{held[0].tolist()} are held, not the first two")
-        r.scheduler.release(1)
-        expect(r.pinned() == 0, "pins are left after release")
-
-
-def a_load_takes_the_pins_over(factory: Factory) -> None:
-    """From plan to final result the wanted slots stay, the others are let go."""
-    with rig(factory) as r:
-        keys = chain("a", 4)
-        r.store(keys)
-        r.lookup(1, keys)
-        transfer = r.plan_load(1, keys[:2])
-        expect(r.pinned() == 2, f"a load of 2 pages pins {r.pinned()}")
-        for i in range(4 * r.setup.pages[0]):
-            r.store([Key(f"other{i}")])
-        result = r.run(transfer)
-        expect(result.ok.all(), "a planned load lost its slots")
-        r.verify(keys[:2], transfer, result.ok)
-        expect(r.pinned() == 0, "pins are left after a finished load")
 
 
 # ---- a full tier ---------------------------------------------------------------------------------
@@ -371,11 +301,7 @@ CONTRACT: tuple[Callable[[Factory], None], ...] = (
     a_key_is_stored_once,
     namespaces_never_mix,
     groups_never_mix,
-    lookup_is_idempotent,
-    a_promise_survives_pressure,
-    a_new_lookup_replaces_the_old,
-    what_is_held_is_told_without_a_promise,
-    a_load_takes_the_pins_over,
+    *LOOKUP_RULES,
     a_tier_full_of_pins_drops_stores,
     a_full_queue_refuses_and_loses_nothing,
     an_unknown_key_fails_its_item_alone,

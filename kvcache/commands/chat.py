@@ -140,6 +140,7 @@ def _tier(model: Model, args: argparse.Namespace, history: ChatHistory | None) -
         model.geometry,
         folder=history.pages,
         fingerprint=model.fingerprint(),
+        layout="whole",
         capacity_bytes=args.disk_memory or DISK_BYTES,
     )
     return disk if host is None else ChainConnector(host, disk)

@@ -26,7 +26,7 @@ def require_memory(setting: str, needed: int) -> None:
     if needed > available:
         raise ConfigError(
             f"{setting} asks for {amount(needed)} of host memory, but {limit} leaves"
-            f" {amount(available)}: lower {setting}"
+            f" {amount(available)} for a pool: lower {setting}"
         )
 
 
@@ -115,6 +115,29 @@ def free_huge_pages(root: Path = Path("/")) -> int:
     if not (free.isdigit() and promised.isdigit()):
         return 0
     return max(int(free) - int(promised), 0)
+
+
+def file_huge_pages(folder: Path, root: Path = Path("/")) -> str:
+    """When the file system of a folder takes huge pages: tmpfs's option `huge`; `never` without."""
+    number = folder.stat().st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    for line in host_memory.read(root / "proc/self/mountinfo").splitlines():
+        words = line.split()
+        if len(words) > 2 and words[2] == device:
+            for option in words[-1].split(","):
+                if option.startswith("huge="):
+                    return option.removeprefix("huge=")
+    return "never"
+
+
+def require_file_huge_pages(setting: str, folder: Path) -> None:
+    """The file system of a folder takes huge pages for what is reserved in it."""
+    when = file_huge_pages(folder)
+    if when not in {"always", "within_size"}:
+        raise ConfigError(
+            f"{setting} is True, and the file system of {folder} takes huge pages {when!r}: mount it"
+            f" with them (mount -o remount,huge=within_size {folder}), or leave out {setting}"
+        )
 
 
 def amount(size: int) -> str:

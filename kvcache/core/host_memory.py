@@ -12,6 +12,8 @@ from typing import NamedTuple
 NO_LIMIT_BYTES = 1 << 62
 """Version 1 of control groups writes "no limit" as a number near 2^63."""
 
+MOST_RESERVE_BYTES = 1 << 30
+
 
 class GroupLimit(NamedTuple):
     """The memory limit of one control group."""
@@ -59,13 +61,28 @@ def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
 
 
 def available(root: Path = Path("/")) -> tuple[int, str]:
-    """Bytes that this process may still take, and what sets the limit."""
-    free = machine(root).get("MemAvailable", NO_LIMIT_BYTES)
-    rooms = [
-        (group.room_bytes, f"the memory limit of control group {group.folder}")
-        for group in group_limits(root)
-    ]
-    return min([(free, "the machine's available memory"), *rooms])
+    """Bytes that a pool of this process may still take, and what sets the limit.
+
+    Less a reserve (`reserve_bytes`): the pool is not all that will grow.
+    """
+    sizes = machine(root)
+    free = sizes.get("MemAvailable", NO_LIMIT_BYTES)
+    total = sizes.get("MemTotal", free)
+    rooms = [(free - reserve_bytes(total), "the machine's available memory")]
+    for group in group_limits(root):
+        room = group.room_bytes - reserve_bytes(group.limit_bytes)
+        rooms.append((room, f"the memory limit of control group {group.folder}"))
+    room, limit = min(rooms)
+    return max(room, 0), limit
+
+
+def reserve_bytes(limit_bytes: int) -> int:
+    """What a pool leaves of a limit: whoever asks for the last page is killed, and asks next.
+
+    That is the engine: for its tensors, its heap, and the kernel's tables of the pool itself, which
+    are 1/512 of it. A thirty-second part; a large machine needs no more than `MOST_RESERVE_BYTES`.
+    """
+    return min(limit_bytes // 32, MOST_RESERVE_BYTES)
 
 
 def _folders(root: Path) -> Iterator[tuple[Path, str, str]]:

@@ -298,7 +298,9 @@ def test_parts_that_make_no_chain_are_refused(tmp_path: Path) -> None:
         CpuConnector(geometry, pages=[4]),
         disk(Setup(geometry=geometry, pages=(4,)), tmp_path),
     )
-    other = DiskConnector(one_group(128), folder=tmp_path / "x", fingerprint=MODEL, pages=[4])
+    other = DiskConnector(
+        one_group(128), folder=tmp_path / "x", fingerprint=MODEL, layout="whole", pages=[4]
+    )
     for arguments, message in (
         ((host, "disk"), r"ChainConnector.lower is 'disk': give a Connector"),
         ((None, below), r"ChainConnector.upper is None: give a Connector"),

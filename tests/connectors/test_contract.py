@@ -79,6 +79,19 @@ class Forgetful(PoolScheduler):
         self._promises.pop(request, None)
 
 
+class Clinging(PoolScheduler):
+    """Keeps the pins of what is not wanted any more."""
+
+    def narrow(self, keys: RequestKeys) -> None:
+        """Does nothing."""
+
+
+class Versionless(PoolScheduler):
+    """Has the same version for ever."""
+
+    version = 1
+
+
 class Grasping(PoolScheduler):
     """Holds what it is asked about."""
 
@@ -287,6 +300,8 @@ class Endless(Wrapped):
         (EarlyIndex, {"a_store_is_visible_only_after_complete"}),
         (Unpinned, {"a_promise_survives_pressure", "lookup_is_idempotent"}),
         (Forgetful, {"lookup_is_idempotent", "a_new_lookup_replaces_the_old"}),
+        (Clinging, {"what_is_not_wanted_any_more_is_let_go"}),
+        (Versionless, {"a_version_tells_when_lookups_would_find_more"}),
         (Grasping, {"what_is_held_is_told_without_a_promise"}),
         (OneNamespace, {"namespaces_never_mix"}),
         (Credulous, {"a_failed_store_leaves_no_key", "a_copy_that_raises_fails_its_transfer_only"}),

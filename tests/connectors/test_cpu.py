@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 from tiers.pieces import PATIENCE, one_group, region, transfer
 
+from kvcache.connectors import cpu, settings
 from kvcache.connectors.base import (
     Direction,
     PageRegion,
@@ -21,7 +22,7 @@ from kvcache.connectors.base import (
 from kvcache.connectors.cpu import CpuConnector, CpuWorker, native_copy
 from kvcache.connectors.host_pool import HostPool
 from kvcache.connectors.settings import split_bytes
-from kvcache.connectors.testing import Gate
+from kvcache.connectors.testing import Gate, chain, rig
 from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.layout import Geometry
 from kvcache.core.specs import FullAttention, RecurrentState
@@ -36,6 +37,7 @@ GEOMETRY = one_group(64)
         ({"pages": [4], "capacity_bytes": 1000}, "either capacity_bytes or pages"),
         ({"capacity_bytes": 0}, "capacity_bytes is 0"),
         ({"capacity_bytes": -1}, "capacity_bytes is -1"),
+        ({"pages": [4], "threads": 0}, "CpuConnector.threads is 0"),
         ({"capacity_bytes": 1.5}, "capacity_bytes is 1.5"),
         ({"capacity_bytes": 63}, "one page of each group takes 64 bytes"),
         ({"pages": [0]}, "gives group 'a' 0 slots"),
@@ -55,6 +57,27 @@ GEOMETRY = one_group(64)
 def test_bad_settings_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CpuConnector(GEOMETRY, **options)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 999])
+def test_pages_are_copied_by_the_threads_that_were_given(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And by no more than this process may run at a time."""
+    used = []
+
+    def copy(*args: Any, threads: int) -> None:
+        used.append(threads)
+        native_copy(*args, threads=threads)
+
+    monkeypatch.setattr(cpu, "native_copy", copy)
+    monkeypatch.setattr(settings, "cores", lambda: 3)
+    with rig(lambda s: CpuConnector(s.geometry, pages=s.pages, threads=threads)) as r:
+        keys = chain("a", 5)
+        r.store(keys)
+        r.lookup(1, keys)
+        assert all(r.load(1, keys))
+    assert set(used) == {min(threads, 3)}
 
 
 def test_more_memory_than_there_is_is_refused_with_both_numbers() -> None:

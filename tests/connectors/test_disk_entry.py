@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from tiers.disk_pieces import disk, page_paths, temporaries, wait_for
+from tiers.pieces import one_group
 
 from kvcache.connectors import disk_entry, disk_locks, disk_worker
-from kvcache.connectors.testing import Key, Rig, chain, digest, rig
+from kvcache.connectors.testing import Key, Rig, Setup, chain, digest, rig
 from kvcache.core.errors import ConfigError
 from kvcache.core.hashing import Fingerprint
 
@@ -44,11 +45,20 @@ def test_each_rank_of_a_model_finds_its_pages_after_a_restart(tmp_path: Path) ->
     assert len(page_paths(tmp_path)) == 3 * 4
 
 
-def test_a_rank_replaces_its_own_old_model_and_no_others(tmp_path: Path) -> None:
-    for model in ("old", "new"):
-        with rig(
-            lambda s, m=model: disk(s, tmp_path, layout="rank 0", fingerprint=Fingerprint(model=m))  # type: ignore[misc]
-        ) as r:
+def test_models_that_take_turns_keep_their_pages(tmp_path: Path) -> None:
+    for turn in range(2):
+        for model in ("one", "other"):
+            name = Fingerprint(model=model)
+            with rig(lambda s, name=name: disk(s, tmp_path, fingerprint=name)) as r:  # type: ignore[misc]
+                assert r.visible(KEYS) == [turn] * len(KEYS)
+                r.store(KEYS)
+    assert len(layouts(tmp_path)) == 2
+
+
+def test_a_rank_replaces_its_own_old_geometry_and_no_others(tmp_path: Path) -> None:
+    for size in (64, 128):
+        setup = Setup(geometry=one_group(size), pages=(8,))
+        with rig(lambda s: disk(s, tmp_path, layout="rank 0"), setup) as r:
             r.store(KEYS)
     assert len(layouts(tmp_path)) == 1
     with rig(lambda s: disk(s, tmp_path, layout="rank 1")):
@@ -63,7 +73,7 @@ def test_a_process_killed_while_it_removes_a_layout_leaves_it_to_the_next(
 ) -> None:
     with rig(lambda s: disk(s, tmp_path)) as r:
         r.store(KEYS)
-    other = Fingerprint(model="other")
+    other = Setup(geometry=one_group(128), pages=(8,))
     with monkeypatch.context() as patch:
 
         def killed(path: Path, **_: object) -> None:
@@ -72,7 +82,7 @@ def test_a_process_killed_while_it_removes_a_layout_leaves_it_to_the_next(
 
         patch.setattr(disk_entry.shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            disk_once(tmp_path, other)
+            Rig(lambda s: disk(s, tmp_path), other)
     assert len([p for p in layouts(tmp_path) if p.name.startswith("gone-")]) == 1
     with rig(lambda s: disk(s, tmp_path)) as r:
         assert not any(r.visible(KEYS))  # not half of it

@@ -101,19 +101,20 @@ GROUP: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("geometry", "fingerprint", "layout"),
     [
-        ({}, {"model": "other"}, ""),
-        ({}, {"kv_dtype": "float16"}, ""),
-        ({}, {"position_scheme": "yarn"}, ""),
+        ({}, {"model": "other"}, "whole"),
+        ({}, {"kv_dtype": "float16"}, "whole"),
+        ({}, {"position_scheme": "yarn"}, "whole"),
         ({}, {}, "rank 1 of 2"),
-        ({"kv_heads": 4, "head_dim": 4}, {}, ""),  # as many bytes
-        ({"head_dim": 16, "element_bytes": 1}, {}, ""),
-        ({"layers": 3}, {}, ""),
+        ({"kv_heads": 4, "head_dim": 4}, {}, "whole"),  # as many bytes
+        ({"head_dim": 16, "element_bytes": 1}, {}, "whole"),
+        ({"layers": 3}, {}, "whole"),
     ],
 )
 def test_bytes_of_another_layout_are_never_read(
     tmp_path: Path, geometry: dict[str, Any], fingerprint: dict[str, Any], layout: str
 ) -> None:
-    """And go, once nobody uses them, if they are not another rank's."""
+    """And go, once nobody uses them, if they are of the same model and rank."""
+    stays = bool(fingerprint) or layout != "whole"
 
     def setup(**changes: Any) -> Setup:
         return Setup(geometry=Geometry((FullAttention(**{**GROUP, **changes}),)), pages=(8,))
@@ -136,9 +137,9 @@ def test_bytes_of_another_layout_are_never_read(
         setup(**geometry),
     ) as other:
         assert all(other.visible(keys))
-        assert len(page_paths(tmp_path)) == (6 if layout else 3)
+        assert len(page_paths(tmp_path)) == (6 if stays else 3)
     with rig(lambda s: disk(s, tmp_path), setup()) as r:
-        assert r.visible(keys) == [int(bool(layout))] * 3
+        assert r.visible(keys) == [int(stays)] * 3
 
 
 def test_what_does_not_change_the_bytes_does_not_change_the_layout(tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     for stranger in strangers:
         stranger.parent.mkdir(exist_ok=True)
         stranger.write_text("mine")
-    with rig(lambda s: disk(s, tmp_path, fingerprint=Fingerprint(model="other"))):
+    with rig(lambda s: disk(s, tmp_path), Setup(geometry=one_group(128), pages=(8,))):
         pass
     assert [path.exists() for path in strangers] == [True, False, False, True, False]
     with rig(lambda s: disk(s, tmp_path)) as r:
@@ -215,10 +216,17 @@ class BytesPath(os.PathLike[bytes]):
         ({"direct": 1}, "DiskConnector.direct is 1"),
         ({"durable": None}, "DiskConnector.durable is None"),
         ({"layout": 3}, "DiskConnector.layout is 3"),
+        ({"layout": ""}, "DiskConnector.layout is empty: say whose .* 'whole' .* 'rank 0 of 8'"),
     ],
 )
 def test_bad_settings_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    arguments = {"folder": tmp_path, "fingerprint": MODEL, "pages": [4], **options}
+    arguments = {
+        "folder": tmp_path,
+        "fingerprint": MODEL,
+        "layout": "whole",
+        "pages": [4],
+        **options,
+    }
     with pytest.raises(ConfigError, match=message):
         DiskConnector(one_group(64), **arguments)
     assert not list(tmp_path.glob("*/tmp/*")), "something was left open"
@@ -227,7 +235,9 @@ def test_bad_settings_are_named(tmp_path: Path, options: dict[str, Any], message
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
-        DiskConnector(one_group(64), folder=tmp_path / "file", fingerprint=MODEL, pages=[4])
+        DiskConnector(
+            one_group(64), folder=tmp_path / "file", fingerprint=MODEL, layout="whole", pages=[4]
+        )
 
 
 def test_durable_files_are_the_same_files(tmp_path: Path) -> None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 import pytest
+from tiers.shared_pieces import shared
 from tiers.stamp_engine import (
     ATTENTION,
     GEOMETRY,
     PATIENCE,
+    STATE,
     Engine,
     engine,
     text,
 )
 
-from kvcache.connectors.base import KEYED_DTYPE, PageRegion
+from kvcache.connectors.base import KEYED_DTYPE, KeyedPages, PageRegion
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.driver import Offload
+from kvcache.connectors.testing import Setup, rig
 from kvcache.core.errors import ConfigError, InvariantError, MisuseError
+from kvcache.core.hashing import NATIVE_NAMESPACE
 from kvcache.core.manager import Manager
 from kvcache.core.pool import PagePool
 from kvcache.core.records import UNLIMITED
@@ -194,6 +201,35 @@ def test_a_gap_that_was_filled_is_seen_by_the_next_lookup() -> None:
         assert [first.hit_tokens, second.hit_tokens] == [12, 40]
         e.close(waiting, "abort")
         e.assert_idle()
+
+
+def test_a_gap_that_another_process_filled_is_seen_by_the_next_lookup(tmp_path: Path) -> None:
+    """Of which this process stored nothing: it hears of it by the tier's version."""
+    tmp_path.chmod(0o700)
+    setup = Setup(geometry=GEOMETRY, pages=(64, 24))
+    with (
+        engine(connector=shared(setup, tmp_path)) as e,
+        rig(lambda s: shared(s, tmp_path), setup) as other,
+    ):
+        handle = e.open(text(0, 41))
+        digests = e.manager.group_digests(handle)
+
+        def store(blocks: Sequence[int]) -> None:
+            items = np.zeros(2 * len(blocks), KEYED_DTYPE)
+            items["group"] = np.repeat([ATTENTION, STATE], len(blocks))
+            items["page"] = np.tile(blocks, 2)
+            items["digest"] = np.concatenate([digests[g][list(blocks)] for g in (ATTENTION, STATE)])
+            plan = other.scheduler.plan_store(KeyedPages(items, [NATIVE_NAMESPACE]))
+            assert plan is not None
+            assert other.run(plan[0]).ok.all()
+
+        store([0, 1, 2, 5])
+        hits = [e.offload.lookup(handle), e.offload.lookup(handle)]
+        assert e.offload.stats().pinned_pages == 2 * 3
+        store([3, 4])
+        hits.append(e.offload.lookup(handle))
+        assert [hit and hit.hit_tokens for hit in hits] == [12, 12, 24]
+        e.close(handle, "abort")
 
 
 def test_attention_without_a_state_stays_pinned_up_to_its_gap() -> None:

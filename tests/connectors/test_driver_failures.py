@@ -18,7 +18,7 @@ from tiers.stamp_engine import (
     text,
 )
 
-from kvcache.connectors import offload_loads
+from kvcache.connectors import offload_records, offload_stores
 from kvcache.connectors.base import Direction, PageRegion, TierWorker, Transfer, TransferResult
 from kvcache.connectors.cpu import native_copy
 from kvcache.connectors.driver import MAX_FAILED_LOADS
@@ -241,10 +241,11 @@ def test_a_preemption_does_not_make_a_bad_tier_good_again() -> None:
 
 
 class Silent(TierWorker):
-    """Takes loads, and says nothing of them until asked to."""
+    """Takes transfers, and says nothing of those of one direction until asked to."""
 
-    def __init__(self, inner: TierWorker) -> None:
+    def __init__(self, inner: TierWorker, direction: Direction = Direction.LOAD) -> None:
         self.inner = inner
+        self.direction = direction
         self.lost: list[TransferResult] = []
         self.longest = 0.0
 
@@ -256,8 +257,8 @@ class Silent(TierWorker):
 
     def poll(self) -> list[TransferResult]:
         results = self.inner.poll()
-        self.lost += [r for r in results if r.direction is Direction.LOAD]
-        return [r for r in results if r.direction is Direction.STORE]
+        self.lost += [r for r in results if r.direction is self.direction]
+        return [r for r in results if r.direction is not self.direction]
 
     def wait(self, timeout_seconds: float) -> bool:
         self.longest = max(self.longest, timeout_seconds)
@@ -272,7 +273,7 @@ def silent_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[tuple[Engine, Silent, list[int], int]]:
     """A request whose load nobody tells the end of; in the end its result comes after all."""
-    monkeypatch.setattr(offload_loads, "GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(offload_records, "GRACE_SECONDS", 0.01)
     with engine() as e:
         prompt = text(0, 21)
         e.serve(prompt)
@@ -329,6 +330,44 @@ def test_a_load_whose_request_has_left_keeps_no_other_waiting_past_its_deadline(
         assert e.manager.lookup(twin).pending_tokens == 0
         assert e.manager.stats().open_loads == 1  # its pages are kept
         e.manager.abort(twin)
+
+
+def test_a_store_that_nobody_tells_the_end_of_is_late_and_keeps_its_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They may still be read. As many are held as may be in flight, however long it lasts."""
+    monkeypatch.setattr(offload_records, "GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(offload_stores, "MAX_STORES", 2)
+    monkeypatch.setattr(offload_stores, "STORE_BYTES", 1)  # one page each
+    with engine() as e:
+        silent = Silent(e.offload._worker, Direction.STORE)
+        e.offload._worker = silent
+        e.offload._scheduler._deadline_seconds = 0.01  # type: ignore[attr-defined]
+
+        def serve(seed: int) -> None:
+            handle = e.open(text(seed, 9))
+            while handle in e.requests:
+                e.step()
+
+        serve(0)
+        assert e.manager.stats().pinned == 2
+        for _ in range(9):  # what the worker keeps back wakes, too
+            if e.offload.stats().late_transfers < 2:
+                assert e.offload.wait(PATIENCE)
+                assert e.offload.poll() == []
+        assert silent.longest < 1  # it never wakes again by itself
+        serve(1)
+        assert not e.offload.drain(0.01)
+        assert e.offload.stats().late_transfers == 2  # once for each
+        assert e.manager.stats().pinned == e.offload.stats().pinned_pages == 2
+        e.check()
+        e.offload._worker = silent.inner
+        monkeypatch.setattr(silent.inner, "poll", lambda: silent.lost)
+        assert e.offload.poll() == []
+        monkeypatch.undo()
+        e.settle()
+        assert e.offload.stats().stored_pages > 0
+        e.assert_idle()
 
 
 def test_waiting_ends_at_once_where_poll_has_something() -> None:

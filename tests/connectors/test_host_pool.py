@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers.memory_maps import flags_of, policy_of
 from tiers.pieces import PATIENCE, one_group
 
 from kvcache.connectors import host_pool
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.host_pool import HostPool
-from kvcache.core import host_limits
+from kvcache.core import host_limits, host_memory
 from kvcache.core.errors import ConfigError
 from kvcache.core.host_limits import (
     free_huge_pages,
@@ -32,24 +32,6 @@ def prepared(**options: Any) -> HostPool:
     assert pool.chunks.wait(PATIENCE)
     assert pool.chunks.error == ""
     return pool
-
-
-def flags_of(pool: HostPool) -> list[str]:
-    """What the kernel says of the mapping that the pool lies in: it may have joined it to another."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if found is not None:
-            inside = int(found[1], 16) <= pool.address < int(found[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            return line.split()[1:]
-    raise LookupError("the pool is not mapped")
-
-
-def policy_of(pool: HostPool) -> str:
-    """The kernel's line on where its memory comes from."""
-    lines = Path("/proc/self/numa_maps").read_text().splitlines()
-    return [line for line in lines if int(line.split()[0], 16) <= pool.address][-1]
 
 
 def test_the_mapping_is_as_large_as_its_slots() -> None:
@@ -105,12 +87,12 @@ print(resident() - before)
 def test_memory_prefers_the_node_that_was_given() -> None:
     """This machine may have one node alone: the kernel's note of the policy is what can be seen."""
     pool = prepared(numa_node=numa_nodes()[0])
-    line = policy_of(pool)
+    line = policy_of(pool.address)
     assert f"prefer:{numa_nodes()[0]}" in line or "prefer (many):0" in line
     assert f"N{numa_nodes()[0]}=" in line
     pool.close()
     plain = prepared()
-    assert policy_of(plain).split()[1] == "default"
+    assert policy_of(plain.address).split()[1] == "default"
     plain.close()
 
 
@@ -146,11 +128,41 @@ def test_transparent_huge_pages_are_asked_for_where_none_are_reserved(
     monkeypatch.setattr(host_pool, "free_huge_pages", lambda: 3)  # four are needed
     pool = prepared()
     assert pool.huge_pages == "transparent"
-    assert "hg" in flags_of(pool)
+    assert "hg" in flags_of(pool.address)
     pool.close()
     pool = prepared(huge_pages=False)
     assert pool.huge_pages == "none"
-    assert "hg" not in flags_of(pool)
+    assert "hg" not in flags_of(pool.address)
+    pool.close()
+
+
+def test_where_others_took_the_reserved_huge_pages_it_is_done_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the look and the mapping: an error only for who must have them."""
+    monkeypatch.setattr(host_pool, "free_huge_pages", lambda: 1 << 30)
+    if free_huge_pages() >= 4:
+        pytest.skip("huge pages are reserved here")
+    pool = prepared()
+    assert pool.huge_pages == "transparent"
+    assert pool.mapped_bytes == 8 << 20
+    pool.close()
+    message = r"x: the system refused 8388608 bytes .*in huge pages .*nr_hugepages"
+    with pytest.raises(ConfigError, match=message):
+        HostPool([1 << 20], [8], setting="x", huge_pages=True)
+    monkeypatch.setattr(host_memory, "available", lambda: (1 << 20, "somebody"))
+    with pytest.raises(ConfigError, match="somebody leaves 1048576 bytes"):
+        prepared()
+
+
+def test_what_is_mapped_is_told_with_what_was_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To whole huge pages; where none are reserved here, as if they were."""
+    if free_huge_pages() < 2:
+        monkeypatch.setattr(host_pool, "free_huge_pages", lambda: 2)
+        monkeypatch.setattr(host_pool, "_MAP_HUGETLB", 0)
+    pool = HostPool([4096], [513], setting="x")
+    assert pool.huge_pages == "reserved"
+    assert pool.mapped_bytes == 4 << 20
     pool.close()
 
 
@@ -168,7 +180,7 @@ def test_reserved_huge_pages_are_taken_where_there_are_enough() -> None:
         pytest.skip("no huge pages are reserved here: sysctl vm.nr_hugepages=8")
     pool = prepared()
     assert pool.huge_pages == "reserved"
-    assert "ht" in flags_of(pool)
+    assert "ht" in flags_of(pool.address)
     pool.close()
 
 
@@ -181,6 +193,16 @@ def test_promised_huge_pages_are_not_free(tmp_path: Path) -> None:
     assert free_huge_pages(tmp_path / "nothing") == 0
 
 
+# ---- forked children ------------------------------------------------------------------------------
+
+
+def test_a_child_does_not_get_the_pool() -> None:
+    """Else its parent would copy each page that it writes while the child lives."""
+    pool = prepared()
+    assert "dc" in flags_of(pool.address)  # "do not copy area on fork"
+    pool.close()
+
+
 # ---- locked memory -------------------------------------------------------------------------------
 
 
@@ -189,7 +211,7 @@ def test_a_locked_pool_stays_in_memory() -> None:
     if room is not None and room < 9 << 20:
         pytest.skip(f"RLIMIT_MEMLOCK leaves {room} bytes")
     pool = prepared(lock=True)
-    assert "lo" in flags_of(pool)
+    assert "lo" in flags_of(pool.address)
     pool.close()
 
 

@@ -202,7 +202,9 @@ def test_where_regions_lie_by_default() -> None:
     name = f"test-{os.getpid()}"
     folder = Path(f"/dev/shm/kvcache-{os.geteuid()}")  # noqa: S108
     with rig(
-        lambda s: SharedConnector(s.geometry, name=name, fingerprint=MODEL, pages=s.pages)
+        lambda s: SharedConnector(
+            s.geometry, name=name, fingerprint=MODEL, layout="whole", pages=s.pages
+        )
     ) as r:
         assert (folder / name / "region").exists()
         r.store(chain("a", 2))

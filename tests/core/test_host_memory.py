@@ -34,8 +34,26 @@ def test_the_tightest_limit_counts(tmp_path: Path) -> None:
         },
     )
     room, limit = available(root)
-    assert room == 3_000_000 - (2_500_000 - 700_000)
+    assert room == 3_000_000 - (2_500_000 - 700_000) - 3_000_000 // 32
     assert limit.endswith("sys/fs/cgroup/a")
+
+
+def test_a_pool_leaves_a_reserve_of_each_limit(tmp_path: Path) -> None:
+    """Who fills a control group to its last page is killed by what comes next."""
+    root = fake_system(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal: 1000000000 kB\nMemAvailable: 90000000 kB\n",
+            "proc/self/cgroup": "0::/a\n",
+            "sys/fs/cgroup/a/memory.max": f"{64 << 30}\n",
+            "sys/fs/cgroup/a/memory.current": f"{62 << 30}\n",
+        },
+    )
+    assert available(root)[0] == (2 << 30) - (1 << 30)
+    (root / "sys/fs/cgroup/a/memory.current").write_text(f"{(63 << 30) + 1}\n")
+    assert available(root)[0] == 0
+    (root / "sys/fs/cgroup/a/memory.max").write_text("max\n")
+    assert available(root) == (90_000_000 * 1024 - (1 << 30), "the machine's available memory")
 
 
 def test_an_old_style_control_group_is_read_too(tmp_path: Path) -> None:
@@ -56,7 +74,7 @@ def test_an_old_style_control_group_is_read_too(tmp_path: Path) -> None:
 
 def test_without_limits_only_the_machine_counts(tmp_path: Path) -> None:
     root = fake_system(tmp_path, {"proc/meminfo": "MemAvailable: 7 kB\n"})
-    assert available(root) == (7 * 1024, "the machine's available memory")
+    assert available(root) == (7 * 1024 - 7 * 32, "the machine's available memory")
     assert available()[0] > 0
 
 

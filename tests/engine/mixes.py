@@ -158,7 +158,11 @@ def _host(model: Model, pages: int, folder: Path) -> Connector:
 def _disk(model: Model, pages: int, folder: Path) -> Connector:
     counts = [pages] * len(model.geometry.groups)
     return DiskConnector(
-        model.tier_geometry, folder=folder, fingerprint=model.fingerprint(), pages=counts
+        model.tier_geometry,
+        folder=folder,
+        fingerprint=model.fingerprint(),
+        layout="whole",
+        pages=counts,
     )
 
 

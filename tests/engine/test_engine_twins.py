@@ -44,7 +44,9 @@ def finish(r: Rig, wanted: dict[int, list[int]]) -> int:
 def chain_in(folder: Path) -> Callable[[Geometry], Connector]:
     def make(geometry: Geometry) -> Connector:
         groups = len(geometry.groups)
-        disk = DiskConnector(geometry, folder=folder, fingerprint=FINGERPRINT, pages=[99] * groups)
+        disk = DiskConnector(
+            geometry, folder=folder, fingerprint=FINGERPRINT, layout="whole", pages=[99] * groups
+        )
         return ChainConnector(CpuConnector(geometry, pages=[64] * groups), disk)
 
     return make

@@ -310,7 +310,11 @@ def test_layouts_of_all_shardings_differ(tmp_path: Path) -> None:
     for name, shards in SHARDINGS.items():
         model = Mix((LatentLayer(),)).model(1, shards=shards)
         tier = DiskConnector(
-            model.tier_geometry, folder=tmp_path, fingerprint=model.fingerprint(), pages=[4]
+            model.tier_geometry,
+            folder=tmp_path,
+            fingerprint=model.fingerprint(),
+            layout="whole",
+            pages=[4],
         )
         texts |= {path.read_text() for path in tmp_path.glob("*/layout.txt")}
         assert tier.worker.close(), name
@@ -379,7 +383,9 @@ def test_ranks_that_cannot_be_are_refused(make: Callable[[], object], match: str
 
 def test_pages_of_a_rank_are_not_taken_for_pages_of_all(tmp_path: Path) -> None:
     model = MIXES["full"].model(1, shards=Shards(tp=2))
-    make = partial(DiskConnector, folder=tmp_path, fingerprint=model.fingerprint(), pages=[4])
+    make = partial(
+        DiskConnector, folder=tmp_path, fingerprint=model.fingerprint(), layout="whole", pages=[4]
+    )
     tier = make(model.geometry)
     with pytest.raises(ConfigError, match=r"group 'attention' has .* it needs pages of"):
         tier.worker.register(TorchRunner(model, 4).regions())

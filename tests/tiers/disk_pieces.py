@@ -34,6 +34,7 @@ def disk(setup: Setup, folder: Path, **options: Any) -> Connector:
     arguments: dict[str, Any] = {
         "folder": folder,
         "fingerprint": MODEL,
+        "layout": "whole",
         "pages": setup.pages,
         "queue_depth": setup.queue_depth,
         "deadline_seconds": setup.deadline_seconds,

@@ -19,6 +19,7 @@ def shared(setup: Setup, folder: Path, **options: Any) -> Connector:
         "folder": folder,
         "name": "region",
         "fingerprint": MODEL,
+        "layout": "whole",
         "pages": setup.pages,
         "queue_depth": setup.queue_depth,
         "deadline_seconds": setup.deadline_seconds,
