@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connectors.key_events import KeyEvent
-from kvcache.core.errors import ConfigError
+from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.records import KEYED_DTYPE
 from kvcache.core.values import whole
@@ -287,14 +287,29 @@ class TierWorker(ABC):
     def slot_regions(self) -> Sequence[PageRegion] | None:
         """Host memory of the slots of each group: slot s of a transfer is page s. None: it is none.
 
-        A tier below this one reads and writes them. Valid until `close` says True.
+        A tier below this one reads and writes them. Valid until `close` says True, and longer where
+        they are lent.
         """
         return None
+
+    def lend_slots(self) -> Callable[[], None]:
+        """`slot_regions` stay from now on, whatever becomes of this worker, until the result is called.
+
+        Of every worker that has them: the tier below may use them longer than this one lives.
+        """
+        raise MisuseError("this worker has no slot_regions that it could lend")
 
     def notify(self, call: Callable[[], None]) -> bool:  # noqa: ARG002
         """`call` is called, on any thread, whenever `poll` may have got a result.
 
         Not for deadlines: those are found by `poll` and `wait`. False: this worker tells nobody.
+        """
+        return False
+
+    def at_end(self, call: Callable[[], None]) -> bool:  # noqa: ARG002
+        """`call` is called once, on any thread, when nothing is moved any more, and nothing will be.
+
+        Also where the worker was dropped and not closed. False: this worker tells nobody.
         """
         return False
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -30,6 +30,7 @@ from kvcache.connectors.base import (
 )
 from kvcache.connectors.chain_records import ChainTransfer
 from kvcache.connectors.chain_scheduler import ChainScheduler
+from kvcache.connectors.memory_users import Users
 from kvcache.core.errors import ConfigError
 
 SLICE_SECONDS = 0.005
@@ -99,8 +100,16 @@ class ChainWorker(TierWorker):
         self._ids = count(1)
         self._came = threading.Event()
         self._closed = False
+        self._give_back = self._upper.lend_slots()
+        self._lower.at_end(self._give_back)
         told = [worker.notify(self._came.set) for worker in (self._upper, self._lower)]
         self._tells = all(told)
+
+    def at_end(self, call: Callable[[], None]) -> bool:
+        """Told by both tiers, if they tell."""
+        tiers = Users(call)
+        told = [(worker, tiers.add()) for worker in (self._upper, self._lower)]
+        return all(worker.at_end(leave) for worker, leave in told)
 
     def register(self, regions: Sequence[PageRegion]) -> None:
         """Device pages for the upper tier; its slots are the pages of the lower one."""
@@ -267,12 +276,15 @@ class ChainWorker(TierWorker):
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> bool:
         """The lower tier first, as it reads and writes memory of the upper one.
 
-        What is queued ends in both, also where the lower one takes its time.
+        What is queued ends in both, also where the lower one takes its time. The memory goes when
+        both have ended, also where nobody calls this; that of a lower tier that does not say so
+        (`at_end`) only here.
         """
         end = time.monotonic() + timeout_seconds
         self.stop()
         closed = self._lower.close(timeout_seconds)
         if closed:
+            self._give_back()
             closed = self._upper.close(max(end - time.monotonic(), 0.0))
         self._pump()
         return closed

@@ -80,6 +80,10 @@ class CpuWorker(HostWorker):
         """The host memory."""
         return self._slots
 
+    def lend_slots(self) -> Callable[[], None]:
+        """The pool stays until the result is called."""
+        return self._users.add()
+
 
 class CpuConnector(Connector):
     """Host memory as a tier.

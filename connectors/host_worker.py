@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvcache.connectors.base import Direction, PageRegion, TierWorker, Transfer, TransferResult
 from kvcache.connectors.copy_thread import IDLE_SECONDS, CopyThread, Moved
+from kvcache.connectors.memory_users import Users
 from kvcache.connectors.pool_chunks import PoolChunks
 from kvcache.connectors.settings import require_regions
 from kvcache.core.errors import MisuseError
@@ -47,7 +48,8 @@ class Mover(Protocol):
 class HostWorker(TierWorker):
     """Cuts transfers into batches and lets the copy thread run them.
 
-    The memory is let go (`mover.close`) when the copy thread has ended, by `close` or otherwise.
+    The memory is let go (`mover.close`) when the copy thread has ended, by `close` or otherwise, and
+    nobody has it lent.
 
     Args:
         slots: where the slots of each group lie.
@@ -81,10 +83,11 @@ class HostWorker(TierWorker):
         def move(batch: HostBatch) -> Moved:
             return mover.move(batch, regions[batch.group])
 
+        self._users = Users(mover.close)
         self._thread = CopyThread(
             move,
             queue_depth=queue_depth,
-            on_exit=mover.close,
+            on_exit=self._users.add(),
             on_idle=mover.attend,
             idle_seconds=idle_seconds,
         )
@@ -94,6 +97,10 @@ class HostWorker(TierWorker):
     def notify(self, call: Callable[[], None]) -> bool:
         """True: the copy thread calls it."""
         return self._thread.notify(call)
+
+    def at_end(self, call: Callable[[], None]) -> bool:
+        """True: the copy thread calls it, as the last that it does."""
+        return self._thread.at_end(call)
 
     def register(self, regions: Sequence[PageRegion]) -> None:
         """Names the device pages; starts the threads that copy, and that make memory ready."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -100,6 +100,14 @@ class FaultyWorker(TierWorker):
     def slot_regions(self) -> Sequence[PageRegion] | None:
         """Passed on."""
         return self._inner.slot_regions
+
+    def lend_slots(self) -> Callable[[], None]:
+        """Passed on."""
+        return self._inner.lend_slots()
+
+    def at_end(self, call: Callable[[], None]) -> bool:
+        """Passed on."""
+        return self._inner.at_end(call)
 
     def flush(self, timeout_seconds: float) -> bool:
         """Passed on."""

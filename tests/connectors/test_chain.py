@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tiers import chain_process
 from tiers.chain_pieces import host_over_disk
 from tiers.disk_pieces import MODEL, disk, page_paths, temporaries
 from tiers.pieces import PATIENCE, one_group, region
 
-from kvcache.connectors.base import Connector
+from kvcache.connectors.base import Connector, TierWorker
 from kvcache.connectors.chain import ChainConnector
 from kvcache.connectors.chain_scheduler import ChainScheduler
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.disk import DiskConnector
+from kvcache.connectors.disk_worker import DiskWorker
+from kvcache.connectors.host_pool import HostPool
 from kvcache.connectors.testing import Gate, Key, Rig, Setup, chain, rig
 from kvcache.core.errors import ConfigError
 
@@ -24,9 +29,13 @@ HOST = (3, 2)
 """Slots of the host tier: less than the disk's (8, 6)."""
 
 
+def tiers_of(connector: Connector) -> tuple[Connector, Connector]:
+    assert isinstance(connector.scheduler, ChainScheduler)
+    return connector.scheduler.tiers
+
+
 def tiers(r: Rig) -> tuple[Connector, Connector]:
-    assert isinstance(r.scheduler, ChainScheduler)
-    return r.scheduler.tiers
+    return tiers_of(r.connector)
 
 
 def in_tier(r: Rig, which: int, keys: list[Key]) -> list[int]:
@@ -329,3 +338,58 @@ def test_a_chain_that_is_dropped_ends_its_threads(tmp_path: Path) -> None:
         assert time.monotonic() < end
         time.sleep(0.01)
     assert not list(tmp_path.glob("*/tmp/*"))
+
+
+@pytest.mark.parametrize("how", ["drop", "exit", "die"])
+def test_a_chain_that_is_let_go_of_while_a_page_sinks_keeps_its_memory(
+    tmp_path: Path, how: str
+) -> None:
+    """Until the disk has read it: else the process ends by a signal, or wrong bytes are a page."""
+    command = [sys.executable, chain_process.__file__, str(tmp_path), how]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=4 * PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    setup = Setup(geometry=chain_process.GEOMETRY, pages=(8,))
+    with rig(lambda s: disk(s, tmp_path), setup) as r:
+        assert r.lookup(1, [chain_process.KEY]) == [1]
+        assert r.load(1, [chain_process.KEY]) == [1]  # compares the bytes
+
+
+def test_memory_under_a_tier_that_does_not_tell_its_end_goes_with_its_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And stays for good where nobody closes it: its threads may be in the middle of a page."""
+    monkeypatch.setattr(DiskWorker, "at_end", TierWorker.at_end)
+    let_go: list[HostPool] = []
+    really = HostPool.close
+
+    def close(pool: HostPool) -> None:
+        let_go.append(pool)
+        really(pool)
+
+    monkeypatch.setattr(HostPool, "close", close)
+    with rig(lambda s: host_over_disk(s, tmp_path)) as r:
+        assert tiers(r)[0].worker.close(PATIENCE)
+        assert let_go == []
+        assert r.worker.close(PATIENCE)
+        assert len(let_go) == 1
+    dropped = Rig(lambda s: host_over_disk(s, tmp_path))
+    threads = [tier.worker._thread._thread for tier in tiers(dropped)]  # type: ignore[attr-defined]
+    del dropped
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert len(let_go) == 1
+
+
+def test_a_chain_below_a_chain_tells_its_end(tmp_path: Path) -> None:
+    inner = host_over_disk(Setup(), tmp_path)
+    told: list[int] = []
+    assert inner.worker.at_end(lambda: told.append(1))
+    assert tiers_of(inner)[0].worker.close(PATIENCE)
+    assert told == []
+    assert inner.worker.close(PATIENCE)
+    assert inner.worker.close(PATIENCE)
+    assert inner.worker.at_end(lambda: told.append(2))
+    assert told == [1, 2]
