@@ -30,8 +30,9 @@ from kvcache.connectors.base import (
 )
 from kvcache.connectors.chain_records import ChainTransfer
 from kvcache.connectors.chain_scheduler import ChainScheduler
+from kvcache.connectors.copy_thread import describe
 from kvcache.connectors.memory_users import Users
-from kvcache.core.errors import ConfigError
+from kvcache.core.errors import ConfigError, MisuseError
 
 SLICE_SECONDS = 0.005
 """How often a worker is asked that does not say when it has a result."""
@@ -99,7 +100,7 @@ class ChainWorker(TierWorker):
         self._results: list[TransferResult] = []
         self._ids = count(1)
         self._came = threading.Event()
-        self._closed = False
+        self._registered = self._closed = False
         self._give_back = self._upper.lend_slots()
         self._lower.at_end(self._give_back)
         told = [worker.notify(self._came.set) for worker in (self._upper, self._lower)]
@@ -118,11 +119,17 @@ class ChainWorker(TierWorker):
         if slots is None:
             raise ConfigError("the upper tier of a chain keeps its pages in no host memory")
         self._lower.register(slots)
+        self._registered = True
 
     # ---- submit --------------------------------------------------------------------------------
 
     def submit(self, transfer: Transfer) -> bool:
-        """False where a tier that is needed at once refuses. What only has to go on later, waits."""
+        """False where a tier that is needed at once refuses. What only has to go on later, waits.
+
+        Where a tier raises its part fails: another part may be on its way.
+        """
+        if not self._registered:
+            raise MisuseError("submit was called before register named the device pages")
         n = len(transfer.pages)
         due = time.monotonic() + transfer.deadline_seconds
         flight = _Flight(transfer, due, np.zeros(n, np.uint8), np.zeros(n, np.uint8))
@@ -130,8 +137,8 @@ class ChainWorker(TierWorker):
         if not parts:
             flight.error = f"BadItem: {n} of {n} items are in no tier" if n else ""
             self._settle(flight)
+        flight.parts += parts  # all of them: the end of one must not look like that of the last
         for part in parts:
-            flight.parts.append(part)
             if not self._try(flight, part) and part is parts[0]:
                 return False
         if not flight.ended:
@@ -151,15 +158,19 @@ class ChainWorker(TierWorker):
         return parts
 
     def _try(self, flight: _Flight, part: _Part) -> bool:
-        """Hand it to its worker; False: its queue is full."""
+        """Hand it to its worker, or end it where that cannot be; False: its queue is full."""
         seconds = flight.due - time.monotonic()
         if seconds <= 0:
             self._end(flight, part, failed(part.transfer, _overdue(flight)))
             return True
         number = next(self._ids)
         own = replace(part.transfer, id=number, deadline_seconds=seconds)
-        if not part.worker.submit(own):
+        error = _offered(part.worker, own)
+        if error.startswith(QUEUE_FULL):
             return False
+        if error:
+            self._end(flight, part, failed(part.transfer, error))
+            return True
         part.open = True
         self._parts[part.worker, number] = flight, part
         return True
@@ -244,11 +255,13 @@ class ChainWorker(TierWorker):
     def _descend(self) -> None:
         while (transfer := self._scheduler.plan_descent()) is not None:
             number = next(self._ids)
-            if not self._lower.submit(replace(transfer, id=number)):
-                refused = failed(transfer, f"{QUEUE_FULL}: the worker is busy")
-                self._scheduler.complete_descent(refused)
+            error = _offered(self._lower, replace(transfer, id=number))
+            if not error:
+                self._descents[number] = transfer
+                continue
+            self._scheduler.complete_descent(failed(transfer, error))
+            if error.startswith(QUEUE_FULL):
                 return
-            self._descents[number] = transfer
 
     def _end_descent(self, result: TransferResult) -> None:
         transfer = self._descents[result.id] if result.late else self._descents.pop(result.id)
@@ -288,6 +301,14 @@ class ChainWorker(TierWorker):
             closed = self._upper.close(max(end - time.monotonic(), 0.0))
         self._pump()
         return closed
+
+
+def _offered(worker: TierWorker, transfer: Transfer) -> str:
+    """Empty if it was taken; else why not."""
+    try:
+        return "" if worker.submit(transfer) else f"{QUEUE_FULL}: the worker is busy"
+    except Exception as fault:  # noqa: BLE001  (of one part; the others go on)
+        return describe(fault)
 
 
 def _some(transfer: Transfer, rows: NDArray[np.intp]) -> Transfer:

@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiers import chain_process
-from tiers.chain_pieces import host_over_disk
+from tiers.chain_pieces import host_over_disk, tiers, tiers_of
 from tiers.disk_pieces import MODEL, disk, page_paths, temporaries
 from tiers.pieces import PATIENCE, one_group, region
 
-from kvcache.connectors.base import Connector, TierWorker
+from kvcache.connectors.base import TierWorker
 from kvcache.connectors.chain import ChainConnector
-from kvcache.connectors.chain_scheduler import ChainScheduler
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.disk import DiskConnector
 from kvcache.connectors.disk_worker import DiskWorker
@@ -27,15 +26,6 @@ from kvcache.core.errors import ConfigError
 
 HOST = (3, 2)
 """Slots of the host tier: less than the disk's (8, 6)."""
-
-
-def tiers_of(connector: Connector) -> tuple[Connector, Connector]:
-    assert isinstance(connector.scheduler, ChainScheduler)
-    return connector.scheduler.tiers
-
-
-def tiers(r: Rig) -> tuple[Connector, Connector]:
-    return tiers_of(r.connector)
 
 
 def in_tier(r: Rig, which: int, keys: list[Key]) -> list[int]:

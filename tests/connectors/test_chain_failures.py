@@ -1,0 +1,123 @@
+"""A chain whose tiers fail, raise or are late: one end for each transfer, and nothing moves after it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiers.chain_pieces import host_over_disk, tiers
+from tiers.pieces import PATIENCE
+
+from kvcache.connectors import chain_worker
+from kvcache.connectors.testing import Gate, Key, Rig, Setup, chain, rig
+
+
+def with_keys_in_both(folder: Path) -> list[Key]:
+    """The first three will be on the disk alone, the others in host memory too."""
+    keys = chain("a", 6)
+    with rig(lambda s: host_over_disk(s, folder)) as r:
+        r.store(keys[:3])
+        assert r.worker.flush(PATIENCE)
+    return keys
+
+
+def raising(worker: Any, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> None:
+    """The real worker, but its next calls of `submit` raise and take nothing."""
+    really, left = worker.submit, [OSError(5, "injected")] * times
+
+    def submit(transfer: Any) -> bool:
+        if left:
+            raise left.pop()
+        return bool(really(transfer))
+
+    monkeypatch.setattr(worker, "submit", submit)
+
+
+def is_pinned_until_it_ends(r: Rig, gate: Gate, transfer: Any) -> Any:
+    """No result comes while a part is at the gate; the one that comes then."""
+    gate.wait_reached()
+    assert r.worker.poll() == []
+    gate.open()
+    return r.results(transfer.id)[transfer.id]
+
+
+def test_a_part_that_ends_at_once_does_not_end_the_transfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its deadline passes just then for the disk's part; that of the host goes on."""
+    keys, gate = with_keys_in_both(tmp_path), Gate()
+    with rig(lambda s: host_over_disk(s, tmp_path), Setup(before_copy=gate)) as r:
+        r.store(keys[3:])
+        assert all(r.lookup(1, keys))
+        transfer = r.plan_load(1, keys)
+        gate.shut()
+        later = iter((0.0, 1e6))
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + next(later, 0.0))
+        with monkeypatch.context() as patch:
+            patch.setattr(chain_worker, "time", clock)
+            r.submit(transfer)
+        (result,) = is_pinned_until_it_ends(r, gate, transfer)
+        assert result.ok.tolist() == [0, 0, 0, 1, 1, 1]
+        assert result.error.startswith("Deadline")
+        r.scheduler.complete(result)
+        r.verify(keys, transfer, result.ok)
+        assert r.pinned() == 0
+
+
+def test_a_tier_that_raises_fails_its_part_and_the_other_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what the disk still reads into would be given to somebody else."""
+    keys, gate = with_keys_in_both(tmp_path), Gate()
+    with rig(lambda s: host_over_disk(s, tmp_path, gate_disk=True), Setup(before_copy=gate)) as r:
+        r.store(keys[3:])
+        assert r.worker.flush(PATIENCE)
+        assert all(r.lookup(1, keys))
+        transfer = r.plan_load(1, keys)
+        gate.shut()
+        raising(tiers(r)[0].worker, monkeypatch)
+        r.submit(transfer)
+        (result,) = is_pinned_until_it_ends(r, gate, transfer)
+        assert result.ok.tolist() == [1, 1, 1, 0, 0, 0]
+        assert result.error == "OSError: [Errno 5] injected"
+        r.scheduler.complete(result)
+        r.verify(keys, transfer, result.ok)
+        assert r.pinned() == 0
+        assert r.visible(keys) == [1] * 6
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_tier_that_raises_when_a_load_goes_on_or_begins_fails_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    keys = with_keys_in_both(tmp_path)[:3]
+    with rig(lambda s: host_over_disk(s, tmp_path)) as r:
+        assert all(r.lookup(1, keys))
+        raising(tiers(r)[which].worker, monkeypatch)
+        assert r.load(1, keys) == [0, 0, 0]
+        assert r.scheduler.stats().errors == {"OSError": 1}
+        assert r.pinned() == 0
+        assert all(r.lookup(2, keys))
+        assert r.load(2, keys) == [1, 1, 1]
+
+
+def test_a_disk_that_raises_costs_what_was_to_sink_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rig(lambda s: host_over_disk(s, tmp_path)) as r:
+        lower = tiers(r)[1]
+        raising(lower.worker, monkeypatch)
+        r.store(chain("a", 2))
+        assert r.worker.poll() == []
+        assert r.store(chain("b", 2)) == chain("b", 2)
+        assert r.worker.flush(PATIENCE)
+        assert lower.scheduler.stats().errors == {"OSError": 1}
+        held = lower.scheduler.holds(r.request_keys(1, [*chain("a", 2), *chain("b", 2)]))
+        assert held is not None
+        assert held[0].tolist() == [0, 0, 1, 1]
+        assert r.pinned() == 0
+        r.lookup(1, chain("a", 2))
+        assert all(r.load(1, chain("a", 2)))
