@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connectors.base import Direction, Transfer, TransferResult, failed
+from kvcache.core.errors import MisuseError
 
 IDLE_SECONDS = 5.0
 """How often an idle thread looks up without being woken."""
@@ -140,18 +141,33 @@ class CopyThread(Generic[B]):
         self._results: deque[TransferResult] = deque()
         self._ended = self._stopped = ""
         self._left = False
+        """`on_exit` was called, or is the parent process's to call."""
         self._told: list[Callable[[], None]] = []
         self._notify: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="kvcache-copy", daemon=True)
         _MADE.add(self)
 
     def after_fork(self) -> None:
-        """In a forked child, which has no such thread: what it held at that moment nobody lets go."""
+        """In a forked child, which has no such thread: what it held at that moment nobody lets go.
+
+        What `on_exit` would let go of is the parent's.
+        """
         self._changed = threading.Condition()
         self._notify = lambda: None
+        self._told = []
+        self._left = True
 
     def start(self) -> None:
-        """Start the thread. Once."""
+        """Start the thread. Once.
+
+        Raises:
+            MisuseError: it was let go of, or this process is a forked child of the one that made it.
+        """
+        if self._left:
+            raise MisuseError(
+                "a closed tier, or one that a forked process has from its parent, cannot be used:"
+                " make a connector in this process"
+            )
         self._thread.start()
 
     def notify(self, call: Callable[[], None]) -> bool:
