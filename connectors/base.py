@@ -299,6 +299,20 @@ class TierWorker(ABC):
         """
         raise MisuseError("this worker has no slot_regions that it could lend")
 
+    def slots_ready(self, transfer: Transfer) -> bool:  # noqa: ARG002
+        """Whether the slots of a transfer may be written by a tier below at once, without memory for it.
+
+        False: `make_ready` comes first.
+        """
+        return True
+
+    def make_ready(self, transfer: Transfer) -> bool:
+        """Queues a transfer of which no byte moves: an item is good when its slot may be written.
+
+        For those whose `slots_ready` may say False. False: the queue is full, nothing was taken.
+        """
+        raise MisuseError(f"the slots of transfer {transfer.id} are ready already")
+
     def notify(self, call: Callable[[], None]) -> bool:  # noqa: ARG002
         """`call` is called, on any thread, whenever `poll` may have got a result.
 

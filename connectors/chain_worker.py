@@ -3,6 +3,8 @@
     submit --> upper: its items -----------------------------------+
           +--> lower: into slots of the upper --> upper: these ----+--> one result
 
+Slots of the upper tier are made ready by its own worker before the lower one writes them.
+
 The workers of the tiers move the bytes, on threads of their own. Here their results are joined,
 whenever `poll` or `wait` is called; and the background is kept going.
 """
@@ -14,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from itertools import count
 
 import numpy as np
@@ -40,6 +43,14 @@ SLICE_SECONDS = 0.005
 CLOSE_SECONDS = 5.0
 
 
+class _Kind(Enum):
+    """What a part does."""
+
+    READY = "makes slots of the upper tier ready; the lower one goes on with them"
+    RISE = "the lower tier reads into slots of the upper one; that goes on with what is good"
+    MOVE = "between the upper tier and the device"
+
+
 @dataclass(slots=True, eq=False)
 class _Part:
     """A transfer of one tier that is a part of a chain's."""
@@ -48,8 +59,7 @@ class _Part:
     transfer: Transfer
     rows: NDArray[np.intp]
     """Its items among those of the chain's."""
-    ascends: bool
-    """From the lower tier: what is good of it goes on to the device."""
+    kind: _Kind
     open: bool = False
     """The worker took it, and has not told its end."""
 
@@ -152,10 +162,17 @@ class ChainWorker(TierWorker):
         if isinstance(transfer, ChainTransfer):
             rows = transfer.upper_rows
             if transfer.lower is not None:
-                parts.append(_Part(self._lower, transfer.lower, transfer.lower_rows, ascends=True))
+                parts.append(self._rising(transfer, transfer.lower))
         if len(rows):
-            parts.append(_Part(self._upper, _some(transfer, rows), rows, ascends=False))
+            parts.append(_Part(self._upper, _some(transfer, rows), rows, _Kind.MOVE))
         return parts
+
+    def _rising(self, transfer: ChainTransfer, read: Transfer) -> _Part:
+        """The first part of a read: its slots, where they are not ready; else the read itself."""
+        slots = _some(transfer, transfer.lower_rows)
+        if self._upper.slots_ready(slots):
+            return _Part(self._lower, read, transfer.lower_rows, _Kind.RISE)
+        return _Part(self._upper, slots, transfer.lower_rows, _Kind.READY)
 
     def _try(self, flight: _Flight, part: _Part) -> bool:
         """Hand it to its worker, or end it where that cannot be; False: its queue is full."""
@@ -165,7 +182,7 @@ class ChainWorker(TierWorker):
             return True
         number = next(self._ids)
         own = replace(part.transfer, id=number, deadline_seconds=seconds)
-        error = _offered(part.worker, own)
+        error = _offered(part.worker, own, moves=part.kind is not _Kind.READY)
         if error.startswith(QUEUE_FULL):
             return False
         if error:
@@ -215,18 +232,29 @@ class ChainWorker(TierWorker):
         flight.parts.remove(part)
         flight.error = flight.error or result.error
         flight.seconds += result.seconds
-        if not part.ascends:
+        if part.kind is _Kind.MOVE:
             flight.ok[part.rows] = result.ok
             flight.bytes += result.bytes
-        else:
-            if result.gone is not None:
-                flight.gone[part.rows] = result.gone
-            rows = part.rows[result.ok == 1]
-            if len(rows):
-                onward = _Part(self._upper, _some(flight.transfer, rows), rows, ascends=False)
-                flight.parts.append(onward)
-                self._try(flight, onward)
+        elif result.gone is not None:
+            flight.gone[part.rows] = result.gone
+        onward = self._onward(flight.transfer, part, result.ok == 1)
+        if onward is not None:
+            flight.parts.append(onward)
+            self._try(flight, onward)
         self._settle(flight)
+
+    def _onward(self, transfer: Transfer, part: _Part, good: NDArray[np.bool_]) -> _Part | None:
+        """What comes after a part of which these items are good."""
+        if part.kind is _Kind.MOVE or not good.any():
+            return None
+        rows = part.rows[good]
+        if part.kind is _Kind.RISE:
+            return _Part(self._upper, _some(transfer, rows), rows, _Kind.MOVE)
+        assert isinstance(transfer, ChainTransfer)
+        assert transfer.lower is not None
+        read = transfer.lower  # an item without a page fails alone
+        read = replace(read, pages=np.where(good, read.pages, np.int32(-1)))
+        return _Part(self._lower, read, part.rows, _Kind.RISE)
 
     def _settle(self, flight: _Flight) -> None:
         """Its result, once, where no part is left."""
@@ -303,12 +331,13 @@ class ChainWorker(TierWorker):
         return closed
 
 
-def _offered(worker: TierWorker, transfer: Transfer) -> str:
+def _offered(worker: TierWorker, transfer: Transfer, *, moves: bool = True) -> str:
     """Empty if it was taken; else why not."""
     try:
-        return "" if worker.submit(transfer) else f"{QUEUE_FULL}: the worker is busy"
+        taken = worker.submit(transfer) if moves else worker.make_ready(transfer)
     except Exception as fault:  # noqa: BLE001  (of one part; the others go on)
         return describe(fault)
+    return "" if taken else f"{QUEUE_FULL}: the worker is busy"
 
 
 def _some(transfer: Transfer, rows: NDArray[np.intp]) -> Transfer:

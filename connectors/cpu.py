@@ -14,7 +14,7 @@ from kvcache.connectors.host_worker import HostBatch, HostWorker
 from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.connectors.region_copy import native_copy
 from kvcache.connectors.settings import require_seconds, require_whole, slots_of_groups
-from kvcache.connectors.slots_aside import NO_SPACE
+from kvcache.connectors.slots_aside import no_space
 from kvcache.core.errors import ConfigError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.layout import Geometry
@@ -43,8 +43,7 @@ class _CpuMover:
         ready, error = self._pool.chunks.ensure(batch.group, batch.slots)
         self._copy(pages, slots, batch.pages[ready], batch.slots[ready])
         count = int(ready.sum())
-        why = f"{NO_SPACE}: {len(ready) - count} of {len(ready)} pages: {error}" if error else ""
-        return Moved(count * pages.page_bytes, ready, error=why)
+        return Moved(count * pages.page_bytes, ready, error=no_space(ready, error))
 
     def attend(self) -> None:
         """Nothing to attend to."""

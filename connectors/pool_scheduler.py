@@ -268,7 +268,8 @@ class PoolScheduler(TierScheduler):
         for part in plan.parts:
             self._finish(plan, part, good[part.rows], gone[part.rows])
         count_result(counts, replace(result, error=error), int(good.sum()), len(good))
-        if f"{NO_SPACE}:" in error:  # maybe not the first of several
+        stored = plan.direction is Direction.STORE
+        if stored and not good.all() and f"{NO_SPACE}:" in error:  # maybe not the first of several
             self._aside.take()
 
     def _finish(

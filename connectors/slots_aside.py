@@ -13,6 +13,14 @@ from kvcache.core.pool import PagePool
 NO_SPACE = "NoSpace"
 """Kind of error of a store that the medium had no room for."""
 
+
+def no_space(ready: NDArray[np.bool_], error: str) -> str:
+    """What is wrong with pages that are not to be written; empty: nothing."""
+    if not error:
+        return ""
+    return f"{NO_SPACE}: {len(ready) - int(ready.sum())} of {len(ready)} pages: {error}"
+
+
 RETRY_SECONDS = 30.0
 """After so long a medium that was full is taken to have room again."""
 

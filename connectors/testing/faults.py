@@ -76,10 +76,20 @@ class FaultyWorker(TierWorker):
             raise OSError(f"injected: transfer {transfer.id} was not taken")
         if chance.random() < self._faults.refuse:
             return False
-        if not self._inner.submit(transfer):
-            return False
-        self._open[transfer.id] = transfer
-        return True
+        return self._note(transfer, taken=self._inner.submit(transfer))
+
+    def slots_ready(self, transfer: Transfer) -> bool:
+        """Passed on."""
+        return self._inner.slots_ready(transfer)
+
+    def make_ready(self, transfer: Transfer) -> bool:
+        """Passed on."""
+        return self._note(transfer, taken=self._inner.make_ready(transfer))
+
+    def _note(self, transfer: Transfer, *, taken: bool) -> bool:
+        if taken:
+            self._open[transfer.id] = transfer
+        return taken
 
     def poll(self) -> list[TransferResult]:
         """Spoiled results; in `hold` mode those that `deliver` let through."""

@@ -11,8 +11,10 @@ import pytest
 from tiers.chain_pieces import host_over_disk, tiers
 from tiers.pieces import PATIENCE
 
-from kvcache.connectors import chain_worker
+from kvcache.connectors import chain_worker, pool_chunks
+from kvcache.connectors.pool_chunks import PoolChunks
 from kvcache.connectors.testing import Gate, Key, Rig, Setup, chain, rig
+from kvcache.core import host_memory
 
 
 def with_keys_in_both(folder: Path) -> list[Key]:
@@ -121,3 +123,33 @@ def test_a_disk_that_raises_costs_what_was_to_sink_and_nothing_else(
         assert r.pinned() == 0
         r.lookup(1, chain("a", 2))
         assert all(r.load(1, chain("a", 2)))
+
+
+def test_what_rises_touches_no_memory_that_a_limit_does_not_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As stores: the items fail, not the process. The rest rises."""
+    keys = chain("a", 6)
+    with rig(lambda s: host_over_disk(s, tmp_path)) as r:
+        r.store(keys)
+        assert r.worker.flush(PATIENCE)
+    monkeypatch.setattr(pool_chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(PoolChunks, "start", lambda _: None)  # on demand alone
+    with rig(lambda s: host_over_disk(s, tmp_path)) as r:
+        upper, lower = tiers(r)
+        chunks: PoolChunks = upper.worker.chunks  # type: ignore[attr-defined]
+        assert all(r.lookup(1, keys[:2]))
+        assert r.load(1, keys[:2]) == [1, 1]
+        page = r.setup.geometry.groups[0].page_bytes
+        assert chunks.ready_bytes == 2 * page
+        monkeypatch.setattr(host_memory, "available", lambda: (10, "somebody"))
+        assert all(r.lookup(2, keys))
+        assert r.load(2, keys) == [1, 1, 0, 0, 0, 0]
+        assert chunks.ready_bytes == 2 * page
+        assert r.scheduler.stats().errors == {"NoSpace": 1}
+        assert r.pinned() == 0
+        assert r.visible(keys) == [1] * 6
+        assert lower.scheduler.stats().used_bytes == 6 * page
+        monkeypatch.setattr(lower.worker, "submit", None)  # not asked where nothing is ready
+        assert all(r.lookup(3, keys[2:]))
+        assert r.load(3, keys[2:]) == [0] * 4
