@@ -30,6 +30,8 @@ class ChainTransfer(Transfer):
     """Items that the lower tier moves first, into `slots`, ..."""
     lower: Transfer | None = None
     """... as its scheduler side planned it."""
+    error: str = ""
+    """What is wrong with items that neither of them moves."""
 
 
 class Ascent(NamedTuple):

@@ -41,6 +41,7 @@ from kvcache.connectors.chain_records import (
 )
 from kvcache.connectors.key_events import KeyEvent, KeysLost
 from kvcache.connectors.pool_records import read_only, signature_of
+from kvcache.connectors.slots_aside import NO_SPACE
 from kvcache.connectors.tier_counts import count_result
 from kvcache.core.errors import InvariantError
 
@@ -177,6 +178,16 @@ class ChainScheduler(TierScheduler):
         )
         if ascent is not None:
             transfer = replace(transfer, lower_rows=ascent.rows, lower=ascent.read)
+        missing = int((slots < 0).sum())
+        if missing:
+            below = promise is not None and promise.lower is not None
+            why = (
+                f"{NO_SPACE}: {missing} of {len(slots)} pages have no slot in the tier above: all are"
+                " held, or on their way there"
+                if below
+                else f"BadItem: {missing} of {len(slots)} items are in no tier"
+            )
+            transfer = replace(transfer, error=why)
         self._plans[transfer.id] = ChainPlan(len(wanted.items), upper, ascent, None)
         return transfer
 

@@ -85,11 +85,18 @@ class _Flight:
             self.transfer.id,
             self.transfer.direction,
             self.ok,
-            error=self.error,
+            error=self.error or self._missing(),
             seconds=self.seconds,
             bytes=self.bytes,
             gone=self.gone if self.gone.any() else None,
         )
+
+    def _missing(self) -> str:
+        """What is wrong with items that have no part."""
+        if isinstance(self.transfer, ChainTransfer):
+            return self.transfer.error
+        missing, n = int((self.transfer.slots < 0).sum()), len(self.transfer.slots)
+        return f"BadItem: {missing} of {n} items are in no tier" if missing else ""
 
 
 class ChainWorker(TierWorker):
@@ -145,7 +152,6 @@ class ChainWorker(TierWorker):
         flight = _Flight(transfer, due, np.zeros(n, np.uint8), np.zeros(n, np.uint8))
         parts = self._first_parts(transfer)
         if not parts:
-            flight.error = f"BadItem: {n} of {n} items are in no tier" if n else ""
             self._settle(flight)
         flight.parts += parts  # all of them: the end of one must not look like that of the last
         for part in parts:

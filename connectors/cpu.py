@@ -161,6 +161,7 @@ class CpuConnector(Connector):
                 deadline_seconds=deadline_seconds,
                 events=events,
                 seed=seed,
+                has_room=pool.chunks.ready,
             ),
             worker=CpuWorker(
                 pool,

@@ -8,7 +8,7 @@ has no key until its bytes are known to be complete.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -55,6 +55,7 @@ class PoolScheduler(TierScheduler):
         events: whether `take_events` will be read.
         seed: of the pools' indexes; None: a random one.
         pools: the slots and the index of each group; None: new ones.
+        has_room: as for `SlotsAside`.
 
     A store that finds no slot (all held) is dropped and counted, never waited for. One that finds no
     room behind its slots sets the free ones aside for a while (`SlotsAside`).
@@ -69,6 +70,7 @@ class PoolScheduler(TierScheduler):
         events: bool = False,
         seed: int | None = None,
         pools: Sequence[PagePool] | None = None,
+        has_room: Callable[[int, NDArray[np.int32]], NDArray[np.bool_]] | None = None,
     ) -> None:
         self._slot_bytes = tuple(slot_bytes)
         self.reports_events = events
@@ -78,7 +80,7 @@ class PoolScheduler(TierScheduler):
         self._pools = pools or [
             PagePool(n, seed=s, journal=journal) for n, s in zip(slots, seeds, strict=True)
         ]
-        self._aside = SlotsAside(self._pools)
+        self._aside = SlotsAside(self._pools, has_room)
         self._deadline_seconds = deadline_seconds
         self._numbers: dict[bytes, int] = {}
         self._promises: dict[int, Promise] = {}
@@ -188,6 +190,9 @@ class PoolScheduler(TierScheduler):
         for part in parts_of(pages):
             rows = self._unstored(items, part)
             taken = self._take(part.group, len(rows))
+            if len(taken) < len(rows) and self._aside.give_back_for_want_of_others():
+                more = self._take(part.group, len(rows) - len(taken))
+                taken = np.concatenate([taken, more])
             self._counts.dropped_store_pages += len(rows) - len(taken)
             rows = rows[: len(taken)]
             if len(rows):

@@ -142,7 +142,11 @@ class SharedScheduler(PoolScheduler):
         deadline_seconds: float,
     ) -> None:
         super().__init__(
-            slot_bytes, slots, deadline_seconds=deadline_seconds, pools=region.tables.pools
+            slot_bytes,
+            slots,
+            deadline_seconds=deadline_seconds,
+            pools=region.tables.pools,
+            has_room=region.chunks.ready,
         )
         self._numbers = SpaceNumbers()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +29,19 @@ class SlotsAside:
     """The free slots at the time when a store found no room, held until it is worth another try.
 
     Meanwhile what is stored replaces what is old.
+
+    Args:
+        has_room: `(group, slots)`: for each slot whether there is room behind it already, which
+            stays; None: of no free one.
     """
 
-    def __init__(self, pools: Sequence[PagePool]) -> None:
+    def __init__(
+        self,
+        pools: Sequence[PagePool],
+        has_room: Callable[[int, NDArray[np.int32]], NDArray[np.bool_]] | None = None,
+    ) -> None:
         self._pools = pools
+        self._has_room = has_room
         self._until = 0.0
         self.slots: list[NDArray[np.int32]] = [np.zeros(0, np.int32) for _ in pools]
         """Of each group."""
@@ -43,12 +52,26 @@ class SlotsAside:
         for group, pool in enumerate(self._pools):
             fill = pool.stats()
             free = pool.take(fill.capacity - fill.cached - fill.held)
+            if self._has_room is not None:
+                good = self._has_room(group, free)
+                pool.release(free[good])
+                free = free[~good]
             self.slots[group] = np.concatenate([self.slots[group], free])
 
     def give_back_in_time(self) -> None:
         """They are free again, if it is time."""
         if not self._until or time.monotonic() < self._until:
             return
+        self._give_back()
+
+    def give_back_for_want_of_others(self) -> bool:
+        """Nothing old can be replaced: they are free again, if to try costs little. Whether any is."""
+        if self._has_room is None or not any(map(len, self.slots)):
+            return False
+        self._give_back()
+        return True
+
+    def _give_back(self) -> None:
         self._until = 0.0
         for pool, slots in zip(self._pools, self.slots, strict=True):
             pool.release(slots)

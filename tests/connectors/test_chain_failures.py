@@ -153,3 +153,50 @@ def test_what_rises_touches_no_memory_that_a_limit_does_not_leave(
         monkeypatch.setattr(lower.worker, "submit", None)  # not asked where nothing is ready
         assert all(r.lookup(3, keys[2:]))
         assert r.load(3, keys[2:]) == [0] * 4
+
+
+def test_memory_that_was_short_for_a_moment_keeps_nothing_from_rising(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What rises replaces what is old; where there is nothing old, memory is asked for again."""
+    keys = chain("a", 5)
+    with rig(lambda s: host_over_disk(s, tmp_path)) as r:
+        r.store(keys)
+        assert r.worker.flush(PATIENCE)
+    monkeypatch.setattr(pool_chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(PoolChunks, "start", lambda _: None)  # on demand alone
+    monkeypatch.setattr("kvcache.connectors.slots_aside.RETRY_SECONDS", 1e9)
+    with rig(lambda s: host_over_disk(s, tmp_path)) as r:
+        with monkeypatch.context() as short:
+            short.setattr(host_memory, "available", lambda: (10, "somebody"))
+            assert r.run(r.planned(chain("b", 1))).error.startswith("NoSpace: 1 of 1 pages")
+            assert r.lookup(1, keys[:2]) == [1, 1]
+            assert r.load(1, keys[:2]) == [0, 0]
+            assert r.scheduler.stats().errors == {"NoSpace": 2}
+            r.scheduler.check()
+        assert r.lookup(1, keys[:2]) == [1, 1]
+        assert r.load(1, keys[:2]) == [1, 1]
+        monkeypatch.setattr(host_memory, "available", lambda: (10, "somebody"))
+        assert r.run(r.planned(chain("b", 1))).error.startswith("NoSpace: 1 of 1 pages")
+        assert r.lookup(1, keys[2:4]) == [1, 1]
+        assert r.load(1, keys[2:4]) == [1, 1]  # in place of the first two
+        held = tiers(r)[0].scheduler.holds(r.request_keys(1, keys))
+        assert held is not None
+        assert held[0].tolist() == [0, 0, 1, 1, 0]
+
+
+def test_items_that_find_no_slot_above_say_so(tmp_path: Path) -> None:
+    keys = with_keys_in_both(tmp_path)[:3]
+    with rig(lambda s: host_over_disk(s, tmp_path, host_pages=(2, 2))) as r:
+        r.store(chain("b", 2))
+        r.lookup(1, chain("b", 2))
+        for _ in range(2):
+            r.lookup(2, keys)
+            result = r.run(r.plan_load(2, keys))
+            assert result.error.startswith("NoSpace: 3 of 3 pages have no slot in the tier above")
+        assert all(r.load(1, chain("b", 2)))
+        r.lookup(2, keys[:2])
+        assert all(r.load(2, keys[:2]))  # the slots were not set aside for it
+        r.lookup(2, [Key("nowhere"), keys[0]])
+        result = r.run(r.plan_load(2, [Key("nowhere")]))
+        assert "BadItem" in result.error

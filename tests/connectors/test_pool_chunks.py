@@ -180,3 +180,22 @@ def test_memory_that_went_since_the_start_fails_stores_and_nothing_else(
         r.scheduler._aside._until = 1e-9  # type: ignore[attr-defined]
         assert r.store(chain("b", 2)) == chain("b", 2)
         assert r.visible(chain("a", 2)) == [1, 1]
+
+
+def test_slots_that_have_memory_are_used_though_others_found_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(PoolChunks, "start", lambda _: None)  # on demand alone
+    monkeypatch.setattr("kvcache.connectors.slots_aside.RETRY_SECONDS", 1e9)
+    with rig(lambda s: CpuConnector(s.geometry, pages=s.pages), Setup()) as r:
+        worker: Any = r.worker
+        assert r.store(chain("a", 4)) == chain("a", 4)
+        assert worker.chunks.ensure(0, np.array([7], np.int32))[0].all()
+        monkeypatch.setattr(host_memory, "available", lambda: (10, "somebody"))
+        assert r.run(r.planned(chain("b", 2))).error.startswith("NoSpace: 2 of 2 pages")
+        r.scheduler.check()
+        assert r.store(chain("c", 1)) == chain("c", 1)
+        assert r.visible([*chain("a", 4), *chain("c", 1)]) == [1] * 5
+        assert r.store(chain("d", 1)) == chain("d", 1)
+        assert sum(r.visible([*chain("a", 4), *chain("c", 1)])) == 4  # in place of one

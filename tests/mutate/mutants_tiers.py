@@ -171,10 +171,9 @@ TIERS = [
     Mutant(
         "host memory goes while the disk reads it",
         "connectors/chain_worker.py",
-        "        if closed:\n            closed = self._upper.close(",
-        "        if True:\n            closed = self._upper.close(",
-        (CHAIN + "close_ends_the_disk_first_and_waits_for_it",),
-        ("crash",),
+        "        self._give_back = self._upper.lend_slots()\n",
+        "        self._give_back = lambda: None\n",
+        (CHAIN + "a_chain_that_is_let_go_of_while_a_page_sinks_keeps_its_memory",),
     ),
     Mutant(
         "what is in use above grows old below",
