@@ -48,6 +48,7 @@ __all__ = [
     "Connector",
     "Direction",
     "KeyedPages",
+    "LoadBytes",
     "PageRegion",
     "RequestKeys",
     "TierScheduler",
@@ -77,6 +78,15 @@ class KeyedPages(NamedTuple):
     namespaces: Sequence[bytes]
 
 
+class LoadBytes(NamedTuple):
+    """Bytes of loads by where they come from: their speeds may differ tenfold."""
+
+    near: int
+    """From the tier itself."""
+    far: int
+    """From a tier below it, through it."""
+
+
 class Direction(Enum):
     """Which way the bytes go."""
 
@@ -101,6 +111,11 @@ class Transfer:
     names: NDArray[np.uint8] | None = None
     """`[n, 64]`: namespace and digest of each item, where the worker finds pages by their keys."""
 
+    @property
+    def far_rows(self) -> NDArray[np.intp]:
+        """Items of a load that come from a tier below."""
+        return np.zeros(0, np.intp)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferResult:
@@ -117,6 +132,8 @@ class TransferResult:
     bytes: int = 0
     gone: NDArray[np.uint8] | None = None
     """`[n]`: 1 where the tier turned out not to have the bytes of the item's key: the key goes."""
+    far_seconds: float = 0.0
+    """Those of `seconds` that a tier below took, with what its pages took from there on."""
 
 
 QUEUE_FULL = "QueueFull"
@@ -213,6 +230,10 @@ class TierScheduler(ABC):
 
     def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:  # noqa: ARG002
         """As `lookup`, but promises and pins nothing: for explanations. None: cannot be told."""
+        return None
+
+    def far(self, request: int) -> list[NDArray[np.uint8]] | None:  # noqa: ARG002
+        """Of what the last `lookup` of the request found, 1 where a tier below has it. None: nowhere."""
         return None
 
     @abstractmethod

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connectors.base import KeyedPages, RequestKeys, Transfer
-from kvcache.connectors.pool_records import Signature
+from kvcache.connectors.pool_records import Signature, read_only
 
 
 def _no_rows() -> NDArray[np.intp]:
@@ -32,6 +32,11 @@ class ChainTransfer(Transfer):
     """... as its scheduler side planned it."""
     error: str = ""
     """What is wrong with items that neither of them moves."""
+
+    @property
+    def far_rows(self) -> NDArray[np.intp]:
+        """Those of the lower tier."""
+        return self.lower_rows
 
 
 class Ascent(NamedTuple):
@@ -67,6 +72,18 @@ class ChainPromise:
     """What was asked of the lower tier, under a number of its own; None: the upper has it all."""
     lower: list[NDArray[np.uint8]] | None
     present: list[NDArray[np.uint8]]
+    far: list[NDArray[np.uint8]] | None = None
+    """Where only the lower tier has it."""
+
+    def take(self, lower: list[NDArray[np.uint8]]) -> None:
+        """What the lower tier says now."""
+        before = self.lower
+        if before is not None and all(a is b for a, b in zip(before, lower, strict=True)):
+            return
+        self.lower = lower
+        self.present = [_joined(up, low) for up, low in zip(self.upper, lower, strict=True)]
+        pairs = zip(self.present, self.upper, strict=True)
+        self.far = [read_only(both > up) for both, up in pairs]
 
 
 @dataclass(slots=True)
@@ -78,6 +95,20 @@ class Descent:
     write: Transfer
     """The store of the lower tier."""
     keys: KeyedPages
+
+
+def _joined(upper: NDArray[np.uint8], lower: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Flags of all keys; `lower` has those of the keys that `upper` lacks."""
+    flags = upper.astype(np.bool_)
+    flags[~flags] = lower.astype(np.bool_)
+    return read_only(flags)
+
+
+def lasting(keys: KeyedPages) -> KeyedPages:
+    """With a list of namespaces that does not change: numbers of the caller's are for now."""
+    items = keys.items.copy()
+    numbers, items["ns"] = np.unique(items["ns"], return_inverse=True)
+    return KeyedPages(items, [keys.namespaces[int(n)] for n in numbers])
 
 
 class Backlog:

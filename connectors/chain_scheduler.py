@@ -38,9 +38,10 @@ from kvcache.connectors.chain_records import (
     ChainPromise,
     ChainTransfer,
     Descent,
+    lasting,
 )
 from kvcache.connectors.key_events import KeyEvent, KeysLost
-from kvcache.connectors.pool_records import read_only, signature_of
+from kvcache.connectors.pool_records import signature_of
 from kvcache.connectors.slots_aside import NO_SPACE
 from kvcache.connectors.tier_counts import count_result
 from kvcache.core.errors import InvariantError
@@ -108,12 +109,7 @@ class ChainScheduler(TierScheduler):
         lower = self._lower.lookup(promise.below)
         if lower is None:
             return None
-        before = promise.lower
-        if before is None or any(a is not b for a, b in zip(before, lower, strict=True)):
-            promise.lower = lower
-            promise.present = [
-                _joined(up, low) for up, low in zip(promise.upper, lower, strict=True)
-            ]
+        promise.take(lower)
         return list(promise.present)
 
     def _ask(
@@ -129,6 +125,11 @@ class ChainScheduler(TierScheduler):
         if before is not None:
             self._release_lower(before)
         return promise
+
+    def far(self, request: int) -> list[NDArray[np.uint8]] | None:
+        """What only the lower tier has. O(1)."""
+        promise = self._promises.get(request)
+        return None if promise is None else promise.far
 
     def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:
         """What either tier has; None where one of them cannot tell."""
@@ -233,7 +234,7 @@ class ChainScheduler(TierScheduler):
             deadline_seconds=store.deadline_seconds,
             upper_rows=np.arange(len(chosen)),
         )
-        keys = _lasting(KeyedPages(pages.items[chosen], pages.namespaces))
+        keys = lasting(KeyedPages(pages.items[chosen], pages.namespaces))
         self._plans[transfer.id] = ChainPlan(len(chosen), store, None, keys)
         return transfer, chosen
 
@@ -363,17 +364,3 @@ class ChainScheduler(TierScheduler):
         numbers = Counter(p.below.request for p in self._promises.values() if p.below is not None)
         if any(times > 1 for times in numbers.values()):
             raise InvariantError("two promises have one number in the lower tier")
-
-
-def _joined(upper: NDArray[np.uint8], lower: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Flags of all keys; `lower` has those of the keys that `upper` lacks."""
-    flags = upper.astype(np.bool_)
-    flags[~flags] = lower.astype(np.bool_)
-    return read_only(flags)
-
-
-def _lasting(keys: KeyedPages) -> KeyedPages:
-    """With a list of namespaces that does not change: numbers of the caller's are for now."""
-    items = keys.items.copy()
-    numbers, items["ns"] = np.unique(items["ns"], return_inverse=True)
-    return KeyedPages(items, [keys.namespaces[int(n)] for n in numbers])

@@ -60,6 +60,8 @@ class _Part:
     rows: NDArray[np.intp]
     """Its items among those of the chain's."""
     kind: _Kind
+    far: bool = False
+    """Of what the lower tier has."""
     open: bool = False
     """The worker took it, and has not told its end."""
 
@@ -76,6 +78,7 @@ class _Flight:
     """Those that have not ended."""
     error: str = ""
     seconds: float = 0.0
+    far_seconds: float = 0.0
     bytes: int = 0
     late: bool = False
     ended: bool = False
@@ -87,6 +90,7 @@ class _Flight:
             self.ok,
             error=self.error or self._missing(),
             seconds=self.seconds,
+            far_seconds=self.far_seconds,
             bytes=self.bytes,
             gone=self.gone if self.gone.any() else None,
         )
@@ -177,7 +181,7 @@ class ChainWorker(TierWorker):
         """The first part of a read: its slots, where they are not ready; else the read itself."""
         slots = _some(transfer, transfer.lower_rows)
         if self._upper.slots_ready(slots):
-            return _Part(self._lower, read, transfer.lower_rows, _Kind.RISE)
+            return _Part(self._lower, read, transfer.lower_rows, _Kind.RISE, far=True)
         return _Part(self._upper, slots, transfer.lower_rows, _Kind.READY)
 
     def _try(self, flight: _Flight, part: _Part) -> bool:
@@ -237,7 +241,9 @@ class ChainWorker(TierWorker):
         """A part is over; the flight too, if it was the last and nothing has to go on."""
         flight.parts.remove(part)
         flight.error = flight.error or result.error
-        flight.seconds += result.seconds
+        if part.kind is not _Kind.READY:  # once for each slot: no measure of what loads take
+            flight.seconds += result.seconds
+            flight.far_seconds += result.seconds * part.far
         if part.kind is _Kind.MOVE:
             flight.ok[part.rows] = result.ok
             flight.bytes += result.bytes
@@ -255,12 +261,12 @@ class ChainWorker(TierWorker):
             return None
         rows = part.rows[good]
         if part.kind is _Kind.RISE:
-            return _Part(self._upper, _some(transfer, rows), rows, _Kind.MOVE)
+            return _Part(self._upper, _some(transfer, rows), rows, _Kind.MOVE, far=True)
         assert isinstance(transfer, ChainTransfer)
         assert transfer.lower is not None
         read = transfer.lower  # an item without a page fails alone
         read = replace(read, pages=np.where(good, read.pages, np.int32(-1)))
-        return _Part(self._lower, read, part.rows, _Kind.RISE)
+        return _Part(self._lower, read, part.rows, _Kind.RISE, far=True)
 
     def _settle(self, flight: _Flight) -> None:
         """Its result, once, where no part is left."""

@@ -28,6 +28,15 @@ class Reach(NamedTuple):
     """... and those among them that are pinned."""
 
 
+class Timing(NamedTuple):
+    """What a load has taken, or its part from one of two tiers."""
+
+    bytes: int
+    seconds: float
+    far: bool
+    """From a tier below."""
+
+
 @dataclass(slots=True)
 class Load:
     """A load in flight."""
