@@ -258,7 +258,7 @@ class TierScheduler(ABC):
 
     @abstractmethod
     def release(self, request: int) -> None:
-        """Drops what `lookup` pinned for a request that ended, was aborted, or needs no load."""
+        """Drops what `lookup` pinned, or began, for a request that ended, was aborted, or needs no load."""
 
     def take_events(self) -> list[KeyEvent]:
         """Keys that became visible or went since the last call; in order, for each group.

@@ -141,11 +141,11 @@ class ChainScheduler(TierScheduler):
     def release(self, request: int) -> None:
         """Drop the request's pins, in both tiers."""
         promise = self._promises.pop(request, None)
+        self._upper.release(request)  # it may have been asked without an answer
         if promise is None:
             self._counts.unknown_ids += 1
-            return
-        self._upper.release(request)
-        self._release_lower(promise)
+        else:
+            self._release_lower(promise)
 
     def _release_lower(self, promise: ChainPromise) -> None:
         if promise.below is not None:
@@ -216,8 +216,8 @@ class ChainScheduler(TierScheduler):
             groups = range(len(self._page_bytes))
             digests = [np.ascontiguousarray(ours["digest"][ours["group"] == g]) for g in groups]
             keys = RequestKeys(next(self._own), wanted.namespaces[number], digests)
-            if self._lower.lookup(keys) is not None:
-                self._lower.release(keys.request)
+            self._lower.lookup(keys)
+            self._lower.release(keys.request)  # also where it does not know yet
 
     def plan_store(self, pages: KeyedPages) -> tuple[ChainTransfer, NDArray[np.int64]] | None:
         """Into the upper tier. Does not look below: what is there alone may come up this way too."""
