@@ -49,6 +49,7 @@ __all__ = [
     "Direction",
     "KeyedPages",
     "LoadBytes",
+    "OpenWork",
     "PageRegion",
     "RequestKeys",
     "TierScheduler",
@@ -189,6 +190,15 @@ class PageRegion:
         return self.parts or ((self.address,),)
 
 
+class OpenWork(NamedTuple):
+    """What a scheduler side holds something for."""
+
+    requests: set[int]
+    """Looked up, and neither loaded nor released."""
+    transfers: set[int]
+    """Planned, and without their final result."""
+
+
 @dataclass(slots=True)
 class TierStats:
     """Counters since the start, and the present fill."""
@@ -259,6 +269,14 @@ class TierScheduler(ABC):
     @abstractmethod
     def release(self, request: int) -> None:
         """Drops what `lookup` pinned, or began, for a request that ended, was aborted, or needs no load."""
+
+    def drop(self, transfer: Transfer) -> None:
+        """Ends a transfer that was planned and not submitted. Nothing was moved, nothing has failed."""
+        self.complete(failed(transfer, "Dropped: it was not submitted"))
+
+    def open_work(self) -> OpenWork | None:
+        """What has not come to its end; for checks. None: it does not tell."""
+        return None
 
     def take_events(self) -> list[KeyEvent]:
         """Keys that became visible or went since the last call; in order, for each group.

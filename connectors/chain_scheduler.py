@@ -12,7 +12,6 @@ is held, as for a load.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -25,6 +24,7 @@ from kvcache.connectors.base import (
     Connector,
     Direction,
     KeyedPages,
+    OpenWork,
     RequestKeys,
     TierScheduler,
     TierStats,
@@ -301,7 +301,7 @@ class ChainScheduler(TierScheduler):
             items["page"] = held.slots[there]
             plan = self._lower.plan_store(keys._replace(items=items)) if len(items) else None
             if plan is None:
-                self._let_go(held)
+                self._upper.drop(held)
                 continue
             self._descents[plan[0].id] = Descent(held, plan[0], keys)
             return plan[0]
@@ -314,14 +314,9 @@ class ChainScheduler(TierScheduler):
         if result.late:
             return
         del self._descents[result.id]
-        self._let_go(descent.held)
+        self._upper.drop(descent.held)
         if result.error.startswith(QUEUE_FULL):
             self._backlog.give_back(descent.keys)
-
-    def _let_go(self, held: Transfer) -> None:
-        """Ends what held slots of the upper tier. They were read, if not by a load of it."""
-        ok = (held.slots >= 0).astype(np.uint8)
-        self._upper.complete(TransferResult(held.id, Direction.LOAD, ok))
 
     # ---- events, counts and invariants ---------------------------------------------------------
 
@@ -357,10 +352,35 @@ class ChainScheduler(TierScheduler):
             dropped_store_pages=self._counts.dropped_store_pages + upper.dropped_store_pages,
         )
 
+    def open_work(self) -> OpenWork:
+        """Without what sinks: the background goes on by itself."""
+        return OpenWork(set(self._promises), set(self._plans))
+
     def check(self) -> None:
-        """Both tiers hold together, and hold what is promised and on its way here."""
+        """Both tiers hold together, and each holds what is promised and on its way here, no more."""
         self._upper.check()
         self._lower.check()
-        numbers = Counter(p.below.request for p in self._promises.values() if p.below is not None)
-        if any(times > 1 for times in numbers.values()):
-            raise InvariantError("two promises have one number in the lower tier")
+        plans, descents = self._plans.values(), self._descents.values()
+        ascents = [plan.ascent for plan in plans if plan.ascent is not None]
+        asked = [p.below.request for p in self._promises.values() if p.below is not None]
+        above = [plan.upper.id for plan in plans]
+        above += [it.reserved.id for it in ascents] + [it.held.id for it in descents]
+        below = [it.read.id for it in ascents] + [it.write.id for it in descents]
+        _require_same("upper", self._upper.open_work(), list(self._promises), above)
+        _require_same("lower", self._lower.open_work(), asked, below)
+
+
+def _require_same(
+    name: str, there: OpenWork | None, requests: list[int], transfers: list[int]
+) -> None:
+    """`InvariantError` where a tier, if it tells, has other work than the chain, or some of it twice."""
+    if there is None:
+        return
+    for what, known, ours in (
+        ("requests", there.requests, requests),
+        ("transfers", there.transfers, transfers),
+    ):
+        if sorted(known) != sorted(ours):
+            raise InvariantError(
+                f"the {name} tier has {what} {sorted(known)} open, the chain {sorted(ours)}"
+            )

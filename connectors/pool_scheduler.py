@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvcache.connectors.base import (
     Direction,
     KeyedPages,
+    OpenWork,
     RequestKeys,
     TierScheduler,
     TierStats,
@@ -276,6 +277,17 @@ class PoolScheduler(TierScheduler):
         stored = plan.direction is Direction.STORE
         if stored and not good.all() and f"{NO_SPACE}:" in error:  # maybe not the first of several
             self._aside.take()
+
+    def drop(self, transfer: Transfer) -> None:
+        """Its slots are let go; no counter moves."""
+        plan = self._plans.pop(transfer.id)
+        for part in plan.parts:
+            none = np.zeros(len(part.rows), np.bool_)
+            self._finish(plan, part, none, none)
+
+    def open_work(self) -> OpenWork:
+        """Never None."""
+        return OpenWork(set(self._promises), set(self._plans))
 
     def _finish(
         self, plan: Plan, part: Part, good: NDArray[np.bool_], gone: NDArray[np.bool_]

@@ -189,6 +189,7 @@ def test_items_that_find_no_slot_above_say_so(tmp_path: Path) -> None:
     keys = with_keys_in_both(tmp_path)[:3]
     with rig(lambda s: host_over_disk(s, tmp_path, host_pages=(2, 2))) as r:
         r.store(chain("b", 2))
+        assert r.worker.flush(PATIENCE)
         r.lookup(1, chain("b", 2))
         for _ in range(2):
             r.lookup(2, keys)
