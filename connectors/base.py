@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connectors.key_events import KeyEvent
+from kvcache.connectors.tier_stats import TierStats
 from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.records import KEYED_DTYPE
@@ -197,31 +198,6 @@ class OpenWork(NamedTuple):
     """Looked up, and neither loaded nor released."""
     transfers: set[int]
     """Planned, and without their final result."""
-
-
-@dataclass(slots=True)
-class TierStats:
-    """Counters since the start, and the present fill."""
-
-    capacity_bytes: int = 0
-    used_bytes: int = 0
-    pinned_pages: int = 0
-    stored_pages: int = 0
-    loaded_pages: int = 0
-    stored_bytes: int = 0
-    loaded_bytes: int = 0
-    store_seconds: float = 0.0
-    load_seconds: float = 0.0
-    evicted_pages: int = 0
-    dropped_store_pages: int = 0
-    """Not stored: the tier was full of pinned pages, or the device evicted them before."""
-    failed_pages: int = 0
-    gone_pages: int = 0
-    """Not there, or damaged, when they were to be loaded or were counted: their keys went."""
-    late_transfers: int = 0
-    unknown_ids: int = 0
-    errors: dict[str, int] = field(default_factory=dict)
-    """Transfers that ended with an error, by its kind."""
 
 
 class TierScheduler(ABC):

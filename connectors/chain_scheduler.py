@@ -348,6 +348,10 @@ class ChainScheduler(TierScheduler):
             used_bytes=upper.used_bytes + lower.used_bytes,
             pinned_pages=upper.pinned_pages + lower.pinned_pages - background,
             evicted_pages=upper.evicted_pages + lower.evicted_pages,
+            ready_bytes=upper.ready_bytes + lower.ready_bytes,
+            not_ready=upper.not_ready or lower.not_ready,
+            busy_calls=upper.busy_calls + lower.busy_calls,
+            repairs=upper.repairs + lower.repairs,
             gone_pages=upper.gone_pages + lower.gone_pages,
             dropped_store_pages=self._counts.dropped_store_pages + upper.dropped_store_pages,
         )

@@ -161,7 +161,7 @@ class CpuConnector(Connector):
                 deadline_seconds=deadline_seconds,
                 events=events,
                 seed=seed,
-                has_room=pool.chunks.ready,
+                chunks=pool.chunks,
             ),
             worker=CpuWorker(
                 pool,

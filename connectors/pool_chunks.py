@@ -57,7 +57,9 @@ class PoolChunks:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcache-prepare", daemon=True)
         self.error = ""
-        """Why the thread ended before all was ready. Stores try again then, each for itself."""
+        """Why the thread ended before all was ready. Stores try again then, each for itself.
+
+        In a tier's statistics: `TierStats.not_ready`."""
 
     @property
     def ready_bytes(self) -> int:

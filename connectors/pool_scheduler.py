@@ -8,7 +8,7 @@ has no key until its bytes are known to be complete.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -27,6 +27,7 @@ from kvcache.connectors.base import (
 )
 from kvcache.connectors.in_flight import KeysInFlight
 from kvcache.connectors.key_events import KeyEvent, KeysLost
+from kvcache.connectors.pool_chunks import PoolChunks
 from kvcache.connectors.pool_events import pool_events
 from kvcache.connectors.pool_records import (
     Part,
@@ -56,7 +57,7 @@ class PoolScheduler(TierScheduler):
         events: whether `take_events` will be read.
         seed: of the pools' indexes; None: a random one.
         pools: the slots and the index of each group; None: new ones.
-        has_room: as for `SlotsAside`.
+        chunks: as for `SlotsAside`.
 
     A store that finds no slot (all held) is dropped and counted, never waited for. One that finds no
     room behind its slots sets the free ones aside for a while (`SlotsAside`).
@@ -71,7 +72,7 @@ class PoolScheduler(TierScheduler):
         events: bool = False,
         seed: int | None = None,
         pools: Sequence[PagePool] | None = None,
-        has_room: Callable[[int, NDArray[np.int32]], NDArray[np.bool_]] | None = None,
+        chunks: PoolChunks | None = None,
     ) -> None:
         self._slot_bytes = tuple(slot_bytes)
         self.reports_events = events
@@ -81,7 +82,8 @@ class PoolScheduler(TierScheduler):
         self._pools = pools or [
             PagePool(n, seed=s, journal=journal) for n, s in zip(slots, seeds, strict=True)
         ]
-        self._aside = SlotsAside(self._pools, has_room)
+        self._aside = SlotsAside(self._pools, chunks)
+        self._chunks = chunks
         self._deadline_seconds = deadline_seconds
         self._numbers: dict[bytes, int] = {}
         self._promises: dict[int, Promise] = {}
@@ -339,6 +341,8 @@ class PoolScheduler(TierScheduler):
             out.used_bytes += (fill.cached + fill.held) * slot_bytes
             out.pinned_pages += fill.held
             out.evicted_pages += fill.evictions
+        if self._chunks is not None:
+            out.ready_bytes, out.not_ready = self._chunks.ready_bytes, self._chunks.error
         for slots, slot_bytes in zip(self._aside.slots, self._slot_bytes, strict=True):
             out.pinned_pages -= len(slots)  # they hold nothing
             out.used_bytes -= len(slots) * slot_bytes

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.connectors.pool_chunks import PoolChunks
 from kvcache.core.pool import PagePool
 
 NO_SPACE = "NoSpace"
@@ -31,17 +32,17 @@ class SlotsAside:
     Meanwhile what is stored replaces what is old.
 
     Args:
-        has_room: `(group, slots)`: for each slot whether there is room behind it already, which
-            stays; None: of no free one.
+        chunks: the memory behind the slots, which stays once it is ready; None: there is room
+            behind no free slot.
     """
 
     def __init__(
         self,
         pools: Sequence[PagePool],
-        has_room: Callable[[int, NDArray[np.int32]], NDArray[np.bool_]] | None = None,
+        chunks: PoolChunks | None = None,
     ) -> None:
         self._pools = pools
-        self._has_room = has_room
+        self._chunks = chunks
         self._until = 0.0
         self.slots: list[NDArray[np.int32]] = [np.zeros(0, np.int32) for _ in pools]
         """Of each group."""
@@ -52,8 +53,8 @@ class SlotsAside:
         for group, pool in enumerate(self._pools):
             fill = pool.stats()
             free = pool.take(fill.capacity - fill.cached - fill.held)
-            if self._has_room is not None:
-                good = self._has_room(group, free)
+            if self._chunks is not None:
+                good = self._chunks.ready(group, free)
                 pool.release(free[good])
                 free = free[~good]
             self.slots[group] = np.concatenate([self.slots[group], free])
@@ -66,7 +67,7 @@ class SlotsAside:
 
     def give_back_for_want_of_others(self) -> bool:
         """Nothing old can be replaced: they are free again, if to try costs little. Whether any is."""
-        if self._has_room is None or not any(map(len, self.slots)):
+        if self._chunks is None or not any(map(len, self.slots)):
             return False
         self._give_back()
         return True

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from tiers.pieces import PATIENCE, finals, one_group, region, transfer
+from tiers.chain_pieces import host_over_disk, tiers
+from tiers.pieces import PATIENCE, cpu, finals, one_group, region, transfer
 
 from kvcache.connectors import pool_chunks
-from kvcache.connectors.base import Direction, PageRegion
+from kvcache.connectors.base import Connector, Direction, PageRegion
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.pool_chunks import PoolChunks
 from kvcache.connectors.testing import Setup, chain, rig
@@ -199,3 +200,26 @@ def test_slots_that_have_memory_are_used_though_others_found_none(
         assert r.visible([*chain("a", 4), *chain("c", 1)]) == [1] * 5
         assert r.store(chain("d", 1)) == chain("d", 1)
         assert sum(r.visible([*chain("a", 4), *chain("c", 1)])) == 4  # in place of one
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_statistics_tell_how_much_is_ready_and_why_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: bool
+) -> None:
+    """Of a tier alone, and over a disk."""
+
+    def made(setup: Setup) -> Connector:
+        return host_over_disk(setup, tmp_path) if over else cpu(setup)
+
+    sizes = [group.page_bytes for group in Setup().geometry.groups]
+    whole = sum(size * count for size, count in zip(sizes, Setup().pages, strict=True))
+    for left in (1 << 40, 10):
+        connector = made(Setup())
+        monkeypatch.setattr(host_memory, "available", lambda left=left: (left, "somebody"))
+        with rig(lambda _, connector=connector: connector) as r:
+            upper: Any = tiers(r)[0] if over else connector
+            assert upper.worker.chunks.wait(PATIENCE)
+            stats = r.scheduler.stats()
+            assert stats.ready_bytes == (whole if left > whole else 0)
+            assert stats.not_ready == ("" if left > whole else "somebody leaves 10 bytes")
+        monkeypatch.undo()

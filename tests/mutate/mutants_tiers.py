@@ -172,7 +172,7 @@ TIERS = [
     Mutant(
         "one chunk without memory takes all free slots out of use",
         "connectors/cpu.py",
-        "                has_room=pool.chunks.ready,\n",
+        "                chunks=pool.chunks,\n",
         "",
         (
             "tests/connectors/test_pool_chunks.py::test_slots_that_have_memory_are_used_though_others_found_none",
