@@ -285,7 +285,7 @@ class TierWorker(ABC):
 
     @abstractmethod
     def submit(self, transfer: Transfer) -> bool:
-        """Queues a transfer. False: the queue is full, nothing was taken.
+        """Queues a transfer. False: the queue is full, nothing was taken; nor was it where this raises.
 
         A store must be submitted after the step that wrote its pages has ended.
         """

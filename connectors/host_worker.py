@@ -90,10 +90,16 @@ class HostWorker(TierWorker):
             return mover.move(batch, regions[batch.group])
 
         self._users = Users(mover.close)
+        leave = self._users.add()
+
+        def end() -> None:
+            chunks.stop()  # also where the memory stays for somebody else
+            leave()
+
         self._thread = CopyThread(
             move,
             queue_depth=queue_depth,
-            on_exit=self._users.add(),
+            on_exit=end,
             on_idle=mover.attend,
             idle_seconds=idle_seconds,
         )

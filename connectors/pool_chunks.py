@@ -130,9 +130,13 @@ class PoolChunks:
         except BaseException as fault:  # noqa: BLE001  (told, and each store finds it for itself)
             self.error = f"{type(fault).__name__}: {fault}"
 
+    def stop(self) -> None:
+        """Nothing more is made ready. Waits for nothing."""
+        self._stop.set()
+
     def close(self) -> bool:
         """Nothing is made ready any more. False: something still is; the memory must stay."""
-        self._stop.set()
+        self.stop()
         if not self.wait(CLOSE_SECONDS):
             return False
         if not self._lock.acquire(timeout=CLOSE_SECONDS):

@@ -22,7 +22,7 @@ from kvcache.connectors.disk import DiskConnector
 from kvcache.connectors.disk_worker import DiskWorker
 from kvcache.connectors.host_pool import HostPool
 from kvcache.connectors.testing import Gate, Key, Rig, Setup, chain, rig
-from kvcache.core.errors import ConfigError
+from kvcache.core.errors import ConfigError, MisuseError
 
 HOST = (3, 2)
 """Slots of the host tier: less than the disk's (8, 6)."""
@@ -314,6 +314,10 @@ def test_parts_that_make_no_chain_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it needs pages of 128 bytes"):
         made.worker.register([region(memory)])
     made.worker.close()
+    with pytest.raises(
+        MisuseError, match="the memory was let go: the worker that has it is closed"
+    ):
+        ChainConnector(made.scheduler.tiers[0], below)  # type: ignore[attr-defined]
     below.worker.close()
 
 

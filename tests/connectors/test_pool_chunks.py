@@ -15,10 +15,12 @@ from tiers.pieces import PATIENCE, cpu, finals, one_group, region, transfer
 
 from kvcache.connectors import pool_chunks
 from kvcache.connectors.base import Connector, Direction, PageRegion
-from kvcache.connectors.cpu import CpuConnector
+from kvcache.connectors.cpu import CpuConnector, CpuWorker, native_copy
+from kvcache.connectors.host_pool import HostPool
 from kvcache.connectors.pool_chunks import PoolChunks
 from kvcache.connectors.testing import Setup, chain, rig
 from kvcache.core import host_memory
+from kvcache.core.errors import MisuseError
 
 
 class Memory:
@@ -223,3 +225,24 @@ def test_statistics_tell_how_much_is_ready_and_why_no_more(
             assert stats.ready_bytes == (whole if left > whole else 0)
             assert stats.not_ready == ("" if left > whole else "somebody leaves 10 bytes")
         monkeypatch.undo()
+
+
+def test_memory_that_is_lent_beyond_the_end_of_its_worker_is_made_ready_no_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_chunks, "CHUNK_BYTES", 1)
+    memory, pool = Memory(), HostPool([64], [16], setting="x")
+    pool.chunks = PoolChunks(pool.regions, memory)
+    worker = CpuWorker(pool, groups=["a"], queue_depth=4, batch_bytes=64, copy=native_copy)
+    give_back = worker.lend_slots()
+    memory.gate.clear()
+    pages = np.zeros((2, 64), np.uint8)
+    worker.register([region(pages)])
+    assert memory.entered.acquire(timeout=PATIENCE)
+    assert worker.close(PATIENCE)
+    memory.gate.set()
+    assert pool.chunks.wait(PATIENCE)
+    assert len(memory.ready) == 1
+    give_back()
+    with pytest.raises(MisuseError, match="the memory was let go"):
+        worker.lend_slots()
