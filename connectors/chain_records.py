@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.connectors.base import KeyedPages, RequestKeys, Transfer
+from kvcache.connectors.base import KeyedPages, OpenWork, RequestKeys, Transfer
 from kvcache.connectors.pool_records import Signature, read_only
+from kvcache.core.errors import InvariantError
 
 
 def _no_rows() -> NDArray[np.intp]:
@@ -55,7 +56,9 @@ class ChainPlan:
 
     items: int
     upper: Transfer
-    """As the upper tier planned it; of a load with every item."""
+    """As the upper tier planned it, with ..."""
+    here: NDArray[np.intp]
+    """... these items."""
     ascent: Ascent | None
     keys: KeyedPages | None
     """Of a store: what is to be written to the lower tier when it is done."""
@@ -109,6 +112,22 @@ def lasting(keys: KeyedPages) -> KeyedPages:
     items = keys.items.copy()
     numbers, items["ns"] = np.unique(items["ns"], return_inverse=True)
     return KeyedPages(items, [keys.namespaces[int(n)] for n in numbers])
+
+
+def require_same(
+    name: str, there: OpenWork | None, requests: list[int], transfers: list[int]
+) -> None:
+    """`InvariantError` where a tier, if it tells, has other work than the chain, or some of it twice."""
+    if there is None:
+        return
+    for what, known, ours in (
+        ("requests", there.requests, requests),
+        ("transfers", there.transfers, transfers),
+    ):
+        if sorted(known) != sorted(ours):
+            raise InvariantError(
+                f"the {name} tier has {what} {sorted(known)} open, the chain {sorted(ours)}"
+            )
 
 
 class Backlog:

@@ -39,12 +39,12 @@ from kvcache.connectors.chain_records import (
     ChainTransfer,
     Descent,
     lasting,
+    require_same,
 )
 from kvcache.connectors.key_events import KeyEvent, KeysLost
 from kvcache.connectors.pool_records import signature_of
 from kvcache.connectors.slots_aside import NO_SPACE
 from kvcache.connectors.tier_counts import count_result
-from kvcache.core.errors import InvariantError
 
 MAX_DESCENTS = 2
 """Writes to the lower tier in flight: one runs, one waits."""
@@ -164,6 +164,11 @@ class ChainScheduler(TierScheduler):
         if promise is not None and ascent is None:
             self._release_lower(promise)
         slots, seconds = upper.slots.copy(), upper.deadline_seconds
+        groups, pages = upper.groups, upper.pages
+        if len(here) < len(slots):  # the upper tier is not asked for what it does not have
+            held = KeyedPages(wanted.items[here], wanted.namespaces)
+            whole, upper = upper, self._upper.plan_load(next(self._own), held)
+            self._upper.drop(whole)
         if ascent is not None:
             slots[ascent.rows] = ascent.reserved.slots
             seconds = max(seconds, ascent.read.deadline_seconds)
@@ -171,8 +176,8 @@ class ChainScheduler(TierScheduler):
         transfer = ChainTransfer(
             id=next(self._ids),
             direction=Direction.LOAD,
-            groups=upper.groups,
-            pages=upper.pages,
+            groups=groups,
+            pages=pages,
             slots=slots,
             deadline_seconds=seconds,
             upper_rows=here,
@@ -189,7 +194,7 @@ class ChainScheduler(TierScheduler):
                 else f"BadItem: {missing} of {len(slots)} items are in no tier"
             )
             transfer = replace(transfer, error=why)
-        self._plans[transfer.id] = ChainPlan(len(wanted.items), upper, ascent, None)
+        self._plans[transfer.id] = ChainPlan(len(slots), upper, here, ascent, None)
         return transfer
 
     def _plan_ascent(
@@ -235,7 +240,8 @@ class ChainScheduler(TierScheduler):
             upper_rows=np.arange(len(chosen)),
         )
         keys = lasting(KeyedPages(pages.items[chosen], pages.namespaces))
-        self._plans[transfer.id] = ChainPlan(len(chosen), store, None, keys)
+        rows = transfer.upper_rows
+        self._plans[transfer.id] = ChainPlan(len(rows), store, rows, None, keys)
         return transfer, chosen
 
     # ---- results -------------------------------------------------------------------------------
@@ -267,21 +273,31 @@ class ChainScheduler(TierScheduler):
             counts.dropped_store_pages += self._backlog.add(keys)
 
     def _complete_parts(self, plan: ChainPlan, result: TransferResult) -> None:
-        upper_ok = result.ok.copy()
+        """Each tier is told of its own items alone."""
         if plan.ascent is not None:
             rows, read, reserved = plan.ascent
-            ok, gone = result.ok[rows], result.gone
-            part = replace(result, ok=ok, bytes=self._bytes(read.groups, ok), seconds=0.0)
+            part, gone = self._part(result, read, rows), result.gone
             gone = gone[rows] if gone is not None and len(gone) == len(result.ok) else None
-            self._lower.complete(replace(part, id=read.id, gone=gone))
-            part = replace(part, id=reserved.id, direction=Direction.STORE, gone=None)
+            self._lower.complete(replace(part, seconds=result.far_seconds, gone=gone))
+            part = replace(part, id=reserved.id, direction=Direction.STORE)
             self._upper.complete(part)
-            upper_ok[rows] = 0
-        size = self._bytes(plan.upper.groups, upper_ok)
-        self._upper.complete(replace(result, id=plan.upper.id, ok=upper_ok, bytes=size, gone=None))
+        part = self._part(result, plan.upper, plan.here)
+        self._upper.complete(replace(part, seconds=result.seconds - result.far_seconds))
 
-    def _bytes(self, groups: NDArray[np.int32], ok: NDArray[np.uint8]) -> int:
-        return int(self._page_bytes[groups[ok == 1]].sum())
+    def _part(
+        self, result: TransferResult, tiers: Transfer, rows: NDArray[np.intp]
+    ) -> TransferResult:
+        """What became of these items, as the result of the transfer that a tier planned."""
+        ok = result.ok[rows]
+        return replace(
+            result,
+            id=tiers.id,
+            ok=ok,
+            error="" if ok.all() else result.error,
+            bytes=int(self._page_bytes[tiers.groups[ok == 1]].sum()),
+            seconds=0.0,
+            gone=None,
+        )
 
     # ---- down, in the background ---------------------------------------------------------------
 
@@ -370,21 +386,5 @@ class ChainScheduler(TierScheduler):
         above = [plan.upper.id for plan in plans]
         above += [it.reserved.id for it in ascents] + [it.held.id for it in descents]
         below = [it.read.id for it in ascents] + [it.write.id for it in descents]
-        _require_same("upper", self._upper.open_work(), list(self._promises), above)
-        _require_same("lower", self._lower.open_work(), asked, below)
-
-
-def _require_same(
-    name: str, there: OpenWork | None, requests: list[int], transfers: list[int]
-) -> None:
-    """`InvariantError` where a tier, if it tells, has other work than the chain, or some of it twice."""
-    if there is None:
-        return
-    for what, known, ours in (
-        ("requests", there.requests, requests),
-        ("transfers", there.transfers, transfers),
-    ):
-        if sorted(known) != sorted(ours):
-            raise InvariantError(
-                f"the {name} tier has {what} {sorted(known)} open, the chain {sorted(ours)}"
-            )
+        require_same("upper", self._upper.open_work(), list(self._promises), above)
+        require_same("lower", self._lower.open_work(), asked, below)

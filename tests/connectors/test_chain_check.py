@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tiers.chain_pieces import host_over_disk, tiers
+from tiers.disk_pieces import page_paths
 from tiers.pieces import PATIENCE
 
 from kvcache.connectors.base import OpenWork, TierScheduler
@@ -92,3 +93,32 @@ def test_what_sinks_is_no_load_of_the_tier_that_it_leaves(tmp_path: Path) -> Non
         assert (lower.stored_pages, lower.loaded_pages) == (3, 0)
         assert upper.errors == lower.errors == {}
         assert r.pinned() == 0
+
+
+def test_each_tier_counts_its_own_part_of_a_load(tmp_path: Path) -> None:
+    """A file that is gone is an error of the disk; what rose is nothing that host memory has failed."""
+    keys = chain("a", 5)
+    with rig(lambda s: host_over_disk(s, tmp_path)) as r:
+        r.store(keys[:3])
+        assert r.worker.flush(PATIENCE)
+    with rig(lambda s: host_over_disk(s, tmp_path)) as r:
+        r.store(keys[3:])
+        assert r.worker.flush(PATIENCE)
+        r.lookup(1, keys)
+        assert r.load(1, [keys[i] for i in (4, 0, 3, 1)]) == [1] * 4
+        upper, lower = (tier.scheduler.stats() for tier in tiers(r))
+        assert (upper.stored_pages, upper.loaded_pages, upper.failed_pages) == (4, 2, 0)
+        assert (lower.loaded_pages, lower.failed_pages) == (2, 0)
+        assert upper.load_seconds > 0
+        assert lower.load_seconds > 0
+        whole = r.scheduler.stats()
+        assert whole.load_seconds == pytest.approx(upper.load_seconds + lower.load_seconds)
+        assert whole.loaded_bytes == upper.loaded_bytes + lower.loaded_bytes
+        r.lookup(2, keys)
+        for path in page_paths(tmp_path):
+            path.unlink()
+        assert r.load(2, keys) == [1, 1, 0, 1, 1]
+        upper, lower = (tier.scheduler.stats() for tier in tiers(r))
+        assert (upper.loaded_pages, lower.loaded_pages) == (6, 2)
+        assert lower.errors == {"Missing": 1}
+        assert (lower.failed_pages, lower.gone_pages) == (1, 1)

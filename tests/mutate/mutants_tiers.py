@@ -189,8 +189,8 @@ TIERS = [
     Mutant(
         "what rose is forgotten",
         "connectors/chain_scheduler.py",
-        "            part = replace(part, id=reserved.id, direction=Direction.STORE, gone=None)",
-        "            part = replace(part, id=reserved.id, direction=Direction.STORE, ok=ok * 0)",
+        "            part = replace(part, id=reserved.id, direction=Direction.STORE)",
+        "            part = replace(part, id=reserved.id, direction=Direction.STORE, ok=part.ok * 0)",
         (CHAIN + "what_is_stored_sinks_to_the_disk_and_is_there_after_a_restart",),
         BROKEN,
     ),
