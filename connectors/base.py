@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -37,7 +37,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connectors.key_events import KeyEvent
-from kvcache.core.errors import ConfigError
+from kvcache.connectors.tier_stats import TierStats
+from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.records import KEYED_DTYPE
 from kvcache.core.values import whole
@@ -48,6 +49,8 @@ __all__ = [
     "Connector",
     "Direction",
     "KeyedPages",
+    "LoadBytes",
+    "OpenWork",
     "PageRegion",
     "RequestKeys",
     "TierScheduler",
@@ -77,6 +80,15 @@ class KeyedPages(NamedTuple):
     namespaces: Sequence[bytes]
 
 
+class LoadBytes(NamedTuple):
+    """Bytes of loads by where they come from: their speeds may differ tenfold."""
+
+    near: int
+    """From the tier itself."""
+    far: int
+    """From a tier below it, through it."""
+
+
 class Direction(Enum):
     """Which way the bytes go."""
 
@@ -101,6 +113,11 @@ class Transfer:
     names: NDArray[np.uint8] | None = None
     """`[n, 64]`: namespace and digest of each item, where the worker finds pages by their keys."""
 
+    @property
+    def far_rows(self) -> NDArray[np.intp]:
+        """Items of a load that come from a tier below."""
+        return np.zeros(0, np.intp)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferResult:
@@ -117,6 +134,8 @@ class TransferResult:
     bytes: int = 0
     gone: NDArray[np.uint8] | None = None
     """`[n]`: 1 where the tier turned out not to have the bytes of the item's key: the key goes."""
+    far_seconds: float = 0.0
+    """Those of `seconds` that a tier below took, with what its pages took from there on."""
 
 
 QUEUE_FULL = "QueueFull"
@@ -172,29 +191,13 @@ class PageRegion:
         return self.parts or ((self.address,),)
 
 
-@dataclass(slots=True)
-class TierStats:
-    """Counters since the start, and the present fill."""
+class OpenWork(NamedTuple):
+    """What a scheduler side holds something for."""
 
-    capacity_bytes: int = 0
-    used_bytes: int = 0
-    pinned_pages: int = 0
-    stored_pages: int = 0
-    loaded_pages: int = 0
-    stored_bytes: int = 0
-    loaded_bytes: int = 0
-    store_seconds: float = 0.0
-    load_seconds: float = 0.0
-    evicted_pages: int = 0
-    dropped_store_pages: int = 0
-    """Not stored: the tier was full of pinned pages, or the device evicted them before."""
-    failed_pages: int = 0
-    gone_pages: int = 0
-    """Not there, or damaged, when they were to be loaded or were counted: their keys went."""
-    late_transfers: int = 0
-    unknown_ids: int = 0
-    errors: dict[str, int] = field(default_factory=dict)
-    """Transfers that ended with an error, by its kind."""
+    requests: set[int]
+    """Looked up, and neither loaded nor released."""
+    transfers: set[int]
+    """Planned, and without their final result."""
 
 
 class TierScheduler(ABC):
@@ -230,6 +233,10 @@ class TierScheduler(ABC):
         """As `lookup`, but promises and pins nothing: for explanations. None: cannot be told."""
         return None
 
+    def far(self, request: int) -> list[NDArray[np.uint8]] | None:  # noqa: ARG002
+        """Of what the last `lookup` of the request found, 1 where a tier below has it. None: nowhere."""
+        return None
+
     @abstractmethod
     def plan_load(self, request: int, wanted: KeyedPages) -> Transfer:
         """A load of keys that the last `lookup` of `request` reported, into the given pages.
@@ -252,7 +259,15 @@ class TierScheduler(ABC):
 
     @abstractmethod
     def release(self, request: int) -> None:
-        """Drops what `lookup` pinned for a request that ended, was aborted, or needs no load."""
+        """Drops what `lookup` pinned, or began, for a request that ended, was aborted, or needs no load."""
+
+    def drop(self, transfer: Transfer) -> None:
+        """Ends a transfer that was planned and not submitted. Nothing was moved, nothing has failed."""
+        self.complete(failed(transfer, "Dropped: it was not submitted"))
+
+    def open_work(self) -> OpenWork | None:
+        """What has not come to its end; for checks. None: it does not tell."""
+        return None
 
     def take_events(self) -> list[KeyEvent]:
         """Keys that became visible or went since the last call; in order, for each group.
@@ -285,7 +300,7 @@ class TierWorker(ABC):
 
     @abstractmethod
     def submit(self, transfer: Transfer) -> bool:
-        """Queues a transfer. False: the queue is full, nothing was taken.
+        """Queues a transfer. False: the queue is full, nothing was taken; nor was it where this raises.
 
         A store must be submitted after the step that wrote its pages has ended.
         """
@@ -302,14 +317,43 @@ class TierWorker(ABC):
     def slot_regions(self) -> Sequence[PageRegion] | None:
         """Host memory of the slots of each group: slot s of a transfer is page s. None: it is none.
 
-        A tier below this one reads and writes them. Valid until `close` says True.
+        A tier below this one reads and writes them. Valid until `close` says True, and longer where
+        they are lent.
         """
         return None
+
+    def lend_slots(self) -> Callable[[], None]:
+        """`slot_regions` stay from now on, whatever becomes of this worker, until the result is called.
+
+        Of every worker that has them: the tier below may use them longer than this one lives.
+        """
+        raise MisuseError("this worker has no slot_regions that it could lend")
+
+    def slots_ready(self, transfer: Transfer) -> bool:  # noqa: ARG002
+        """Whether the slots of a transfer may be written by a tier below at once, without memory for it.
+
+        False: `make_ready` comes first.
+        """
+        return True
+
+    def make_ready(self, transfer: Transfer) -> bool:
+        """Queues a transfer of which no byte moves: an item is good when its slot may be written.
+
+        For those whose `slots_ready` may say False. False: the queue is full, nothing was taken.
+        """
+        raise MisuseError(f"the slots of transfer {transfer.id} are ready already")
 
     def notify(self, call: Callable[[], None]) -> bool:  # noqa: ARG002
         """`call` is called, on any thread, whenever `poll` may have got a result.
 
         Not for deadlines: those are found by `poll` and `wait`. False: this worker tells nobody.
+        """
+        return False
+
+    def at_end(self, call: Callable[[], None]) -> bool:  # noqa: ARG002
+        """`call` is called once, on any thread, when nothing is moved any more, and nothing will be.
+
+        Also where the worker was dropped and not closed. False: this worker tells nobody.
         """
         return False
 

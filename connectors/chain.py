@@ -26,6 +26,7 @@ class ChainConnector(Connector):
 
     Raises:
         ConfigError: no connectors, one twice, or an upper tier that is not in host memory.
+        MisuseError: an upper tier that is closed.
     """
 
     __slots__ = ()

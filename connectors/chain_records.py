@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.connectors.base import KeyedPages, RequestKeys, Transfer
-from kvcache.connectors.pool_records import Signature
+from kvcache.connectors.base import KeyedPages, OpenWork, RequestKeys, Transfer
+from kvcache.connectors.pool_records import Signature, read_only
+from kvcache.core.errors import InvariantError
 
 
 def _no_rows() -> NDArray[np.intp]:
@@ -30,6 +31,13 @@ class ChainTransfer(Transfer):
     """Items that the lower tier moves first, into `slots`, ..."""
     lower: Transfer | None = None
     """... as its scheduler side planned it."""
+    error: str = ""
+    """What is wrong with items that neither of them moves."""
+
+    @property
+    def far_rows(self) -> NDArray[np.intp]:
+        """Those of the lower tier."""
+        return self.lower_rows
 
 
 class Ascent(NamedTuple):
@@ -48,7 +56,9 @@ class ChainPlan:
 
     items: int
     upper: Transfer
-    """As the upper tier planned it; of a load with every item."""
+    """As the upper tier planned it, with ..."""
+    here: NDArray[np.intp]
+    """... these items."""
     ascent: Ascent | None
     keys: KeyedPages | None
     """Of a store: what is to be written to the lower tier when it is done."""
@@ -65,6 +75,18 @@ class ChainPromise:
     """What was asked of the lower tier, under a number of its own; None: the upper has it all."""
     lower: list[NDArray[np.uint8]] | None
     present: list[NDArray[np.uint8]]
+    far: list[NDArray[np.uint8]] | None = None
+    """Where only the lower tier has it."""
+
+    def take(self, lower: list[NDArray[np.uint8]]) -> None:
+        """What the lower tier says now."""
+        before = self.lower
+        if before is not None and all(a is b for a, b in zip(before, lower, strict=True)):
+            return
+        self.lower = lower
+        self.present = [_joined(up, low) for up, low in zip(self.upper, lower, strict=True)]
+        pairs = zip(self.present, self.upper, strict=True)
+        self.far = [read_only(both > up) for both, up in pairs]
 
 
 @dataclass(slots=True)
@@ -76,6 +98,36 @@ class Descent:
     write: Transfer
     """The store of the lower tier."""
     keys: KeyedPages
+
+
+def _joined(upper: NDArray[np.uint8], lower: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Flags of all keys; `lower` has those of the keys that `upper` lacks."""
+    flags = upper.astype(np.bool_)
+    flags[~flags] = lower.astype(np.bool_)
+    return read_only(flags)
+
+
+def lasting(keys: KeyedPages) -> KeyedPages:
+    """With a list of namespaces that does not change: numbers of the caller's are for now."""
+    items = keys.items.copy()
+    numbers, items["ns"] = np.unique(items["ns"], return_inverse=True)
+    return KeyedPages(items, [keys.namespaces[int(n)] for n in numbers])
+
+
+def require_same(
+    name: str, there: OpenWork | None, requests: list[int], transfers: list[int]
+) -> None:
+    """`InvariantError` where a tier, if it tells, has other work than the chain, or some of it twice."""
+    if there is None:
+        return
+    for what, known, ours in (
+        ("requests", there.requests, requests),
+        ("transfers", there.transfers, transfers),
+    ):
+        if sorted(known) != sorted(ours):
+            raise InvariantError(
+                f"the {name} tier has {what} {sorted(known)} open, the chain {sorted(ours)}"
+            )
 
 
 class Backlog:

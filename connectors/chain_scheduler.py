@@ -12,7 +12,6 @@ is held, as for a load.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -25,6 +24,7 @@ from kvcache.connectors.base import (
     Connector,
     Direction,
     KeyedPages,
+    OpenWork,
     RequestKeys,
     TierScheduler,
     TierStats,
@@ -38,11 +38,13 @@ from kvcache.connectors.chain_records import (
     ChainPromise,
     ChainTransfer,
     Descent,
+    lasting,
+    require_same,
 )
 from kvcache.connectors.key_events import KeyEvent, KeysLost
-from kvcache.connectors.pool_records import read_only, signature_of
+from kvcache.connectors.pool_records import signature_of
+from kvcache.connectors.slots_aside import NO_SPACE
 from kvcache.connectors.tier_counts import count_result
-from kvcache.core.errors import InvariantError
 
 MAX_DESCENTS = 2
 """Writes to the lower tier in flight: one runs, one waits."""
@@ -107,12 +109,7 @@ class ChainScheduler(TierScheduler):
         lower = self._lower.lookup(promise.below)
         if lower is None:
             return None
-        before = promise.lower
-        if before is None or any(a is not b for a, b in zip(before, lower, strict=True)):
-            promise.lower = lower
-            promise.present = [
-                _joined(up, low) for up, low in zip(promise.upper, lower, strict=True)
-            ]
+        promise.take(lower)
         return list(promise.present)
 
     def _ask(
@@ -153,6 +150,11 @@ class ChainScheduler(TierScheduler):
         versions = self._upper.version, self._lower.version
         return None if None in versions else versions
 
+    def far(self, request: int) -> list[NDArray[np.uint8]] | None:
+        """What only the lower tier has. O(1)."""
+        promise = self._promises.get(request)
+        return None if promise is None else promise.far
+
     def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:
         """What either tier has; None where one of them cannot tell."""
         upper, lower = self._upper.holds(keys), self._lower.holds(keys)
@@ -163,11 +165,11 @@ class ChainScheduler(TierScheduler):
     def release(self, request: int) -> None:
         """Drop the request's pins, in both tiers."""
         promise = self._promises.pop(request, None)
+        self._upper.release(request)  # it may have been asked without an answer
         if promise is None:
             self._counts.unknown_ids += 1
-            return
-        self._upper.release(request)
-        self._release_lower(promise)
+        else:
+            self._release_lower(promise)
 
     def _release_lower(self, promise: ChainPromise) -> None:
         if promise.below is not None:
@@ -186,6 +188,11 @@ class ChainScheduler(TierScheduler):
         if promise is not None and ascent is None:
             self._release_lower(promise)
         slots, seconds = upper.slots.copy(), upper.deadline_seconds
+        groups, pages = upper.groups, upper.pages
+        if len(here) < len(slots):  # the upper tier is not asked for what it does not have
+            held = KeyedPages(wanted.items[here], wanted.namespaces)
+            whole, upper = upper, self._upper.plan_load(next(self._own), held)
+            self._upper.drop(whole)
         if ascent is not None:
             slots[ascent.rows] = ascent.reserved.slots
             seconds = max(seconds, ascent.read.deadline_seconds)
@@ -193,15 +200,25 @@ class ChainScheduler(TierScheduler):
         transfer = ChainTransfer(
             id=next(self._ids),
             direction=Direction.LOAD,
-            groups=upper.groups,
-            pages=upper.pages,
+            groups=groups,
+            pages=pages,
             slots=slots,
             deadline_seconds=seconds,
             upper_rows=here,
         )
         if ascent is not None:
             transfer = replace(transfer, lower_rows=ascent.rows, lower=ascent.read)
-        self._plans[transfer.id] = ChainPlan(len(wanted.items), upper, ascent, None)
+        missing = int((slots < 0).sum())
+        if missing:
+            below = promise is not None and promise.lower is not None
+            why = (
+                f"{NO_SPACE}: {missing} of {len(slots)} pages have no slot in the tier above: all are"
+                " held, or on their way there"
+                if below
+                else f"BadItem: {missing} of {len(slots)} items are in no tier"
+            )
+            transfer = replace(transfer, error=why)
+        self._plans[transfer.id] = ChainPlan(len(slots), upper, here, ascent, None)
         return transfer
 
     def _plan_ascent(
@@ -228,8 +245,8 @@ class ChainScheduler(TierScheduler):
             groups = range(len(self._page_bytes))
             digests = [np.ascontiguousarray(ours["digest"][ours["group"] == g]) for g in groups]
             keys = RequestKeys(next(self._own), wanted.namespaces[number], digests)
-            if self._lower.lookup(keys) is not None:
-                self._lower.release(keys.request)
+            self._lower.lookup(keys)
+            self._lower.release(keys.request)  # also where it does not know yet
 
     def plan_store(self, pages: KeyedPages) -> tuple[ChainTransfer, NDArray[np.int64]] | None:
         """Into the upper tier. Does not look below: what is there alone may come up this way too."""
@@ -246,8 +263,9 @@ class ChainScheduler(TierScheduler):
             deadline_seconds=store.deadline_seconds,
             upper_rows=np.arange(len(chosen)),
         )
-        keys = _lasting(KeyedPages(pages.items[chosen], pages.namespaces))
-        self._plans[transfer.id] = ChainPlan(len(chosen), store, None, keys)
+        keys = lasting(KeyedPages(pages.items[chosen], pages.namespaces))
+        rows = transfer.upper_rows
+        self._plans[transfer.id] = ChainPlan(len(rows), store, rows, None, keys)
         return transfer, chosen
 
     # ---- results -------------------------------------------------------------------------------
@@ -279,21 +297,31 @@ class ChainScheduler(TierScheduler):
             counts.dropped_store_pages += self._backlog.add(keys)
 
     def _complete_parts(self, plan: ChainPlan, result: TransferResult) -> None:
-        upper_ok = result.ok.copy()
+        """Each tier is told of its own items alone."""
         if plan.ascent is not None:
             rows, read, reserved = plan.ascent
-            ok, gone = result.ok[rows], result.gone
-            part = replace(result, ok=ok, bytes=self._bytes(read.groups, ok), seconds=0.0)
+            part, gone = self._part(result, read, rows), result.gone
             gone = gone[rows] if gone is not None and len(gone) == len(result.ok) else None
-            self._lower.complete(replace(part, id=read.id, gone=gone))
-            part = replace(part, id=reserved.id, direction=Direction.STORE, gone=None)
+            self._lower.complete(replace(part, seconds=result.far_seconds, gone=gone))
+            part = replace(part, id=reserved.id, direction=Direction.STORE)
             self._upper.complete(part)
-            upper_ok[rows] = 0
-        size = self._bytes(plan.upper.groups, upper_ok)
-        self._upper.complete(replace(result, id=plan.upper.id, ok=upper_ok, bytes=size, gone=None))
+        part = self._part(result, plan.upper, plan.here)
+        self._upper.complete(replace(part, seconds=result.seconds - result.far_seconds))
 
-    def _bytes(self, groups: NDArray[np.int32], ok: NDArray[np.uint8]) -> int:
-        return int(self._page_bytes[groups[ok == 1]].sum())
+    def _part(
+        self, result: TransferResult, tiers: Transfer, rows: NDArray[np.intp]
+    ) -> TransferResult:
+        """What became of these items, as the result of the transfer that a tier planned."""
+        ok = result.ok[rows]
+        return replace(
+            result,
+            id=tiers.id,
+            ok=ok,
+            error="" if ok.all() else result.error,
+            bytes=int(self._page_bytes[tiers.groups[ok == 1]].sum()),
+            seconds=0.0,
+            gone=None,
+        )
 
     # ---- down, in the background ---------------------------------------------------------------
 
@@ -313,7 +341,7 @@ class ChainScheduler(TierScheduler):
             items["page"] = held.slots[there]
             plan = self._lower.plan_store(keys._replace(items=items)) if len(items) else None
             if plan is None:
-                self._let_go(held)
+                self._upper.drop(held)
                 continue
             self._descents[plan[0].id] = Descent(held, plan[0], keys)
             return plan[0]
@@ -326,14 +354,9 @@ class ChainScheduler(TierScheduler):
         if result.late:
             return
         del self._descents[result.id]
-        self._let_go(descent.held)
+        self._upper.drop(descent.held)
         if result.error.startswith(QUEUE_FULL):
             self._backlog.give_back(descent.keys)
-
-    def _let_go(self, held: Transfer) -> None:
-        """Ends what held slots of the upper tier. They were read, if not by a load of it."""
-        ok = (held.slots >= 0).astype(np.uint8)
-        self._upper.complete(TransferResult(held.id, Direction.LOAD, ok))
 
     # ---- events, counts and invariants ---------------------------------------------------------
 
@@ -365,28 +388,27 @@ class ChainScheduler(TierScheduler):
             used_bytes=upper.used_bytes + lower.used_bytes,
             pinned_pages=upper.pinned_pages + lower.pinned_pages - background,
             evicted_pages=upper.evicted_pages + lower.evicted_pages,
+            ready_bytes=upper.ready_bytes + lower.ready_bytes,
+            not_ready=upper.not_ready or lower.not_ready,
+            busy_calls=upper.busy_calls + lower.busy_calls,
+            repairs=upper.repairs + lower.repairs,
             gone_pages=upper.gone_pages + lower.gone_pages,
             dropped_store_pages=self._counts.dropped_store_pages + upper.dropped_store_pages,
         )
 
+    def open_work(self) -> OpenWork:
+        """Without what sinks: the background goes on by itself."""
+        return OpenWork(set(self._promises), set(self._plans))
+
     def check(self) -> None:
-        """Both tiers hold together, and hold what is promised and on its way here."""
+        """Both tiers hold together, and each holds what is promised and on its way here, no more."""
         self._upper.check()
         self._lower.check()
-        numbers = Counter(p.below.request for p in self._promises.values() if p.below is not None)
-        if any(times > 1 for times in numbers.values()):
-            raise InvariantError("two promises have one number in the lower tier")
-
-
-def _joined(upper: NDArray[np.uint8], lower: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Flags of all keys; `lower` has those of the keys that `upper` lacks."""
-    flags = upper.astype(np.bool_)
-    flags[~flags] = lower.astype(np.bool_)
-    return read_only(flags)
-
-
-def _lasting(keys: KeyedPages) -> KeyedPages:
-    """With a list of namespaces that does not change: numbers of the caller's are for now."""
-    items = keys.items.copy()
-    numbers, items["ns"] = np.unique(items["ns"], return_inverse=True)
-    return KeyedPages(items, [keys.namespaces[int(n)] for n in numbers])
+        plans, descents = self._plans.values(), self._descents.values()
+        ascents = [plan.ascent for plan in plans if plan.ascent is not None]
+        asked = [p.below.request for p in self._promises.values() if p.below is not None]
+        above = [plan.upper.id for plan in plans]
+        above += [it.reserved.id for it in ascents] + [it.held.id for it in descents]
+        below = [it.read.id for it in ascents] + [it.write.id for it in descents]
+        require_same("upper", self._upper.open_work(), list(self._promises), above)
+        require_same("lower", self._lower.open_work(), asked, below)

@@ -3,6 +3,8 @@
     submit --> upper: its items -----------------------------------+
           +--> lower: into slots of the upper --> upper: these ----+--> one result
 
+Slots of the upper tier are made ready by its own worker before the lower one writes them.
+
 The workers of the tiers move the bytes, on threads of their own. Here their results are joined,
 whenever `poll` or `wait` is called; and the background is kept going.
 """
@@ -12,8 +14,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from itertools import count
 
 import numpy as np
@@ -30,12 +33,22 @@ from kvcache.connectors.base import (
 )
 from kvcache.connectors.chain_records import ChainTransfer
 from kvcache.connectors.chain_scheduler import ChainScheduler
-from kvcache.core.errors import ConfigError
+from kvcache.connectors.copy_thread import describe
+from kvcache.connectors.memory_users import Users
+from kvcache.core.errors import ConfigError, MisuseError
 
 SLICE_SECONDS = 0.005
 """How often a worker is asked that does not say when it has a result."""
 
 CLOSE_SECONDS = 5.0
+
+
+class _Kind(Enum):
+    """What a part does."""
+
+    READY = "makes slots of the upper tier ready; the lower one goes on with them"
+    RISE = "the lower tier reads into slots of the upper one; that goes on with what is good"
+    MOVE = "between the upper tier and the device"
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +59,9 @@ class _Part:
     transfer: Transfer
     rows: NDArray[np.intp]
     """Its items among those of the chain's."""
-    ascends: bool
-    """From the lower tier: what is good of it goes on to the device."""
+    kind: _Kind
+    far: bool = False
+    """Of what the lower tier has."""
     open: bool = False
     """The worker took it, and has not told its end."""
 
@@ -64,6 +78,7 @@ class _Flight:
     """Those that have not ended."""
     error: str = ""
     seconds: float = 0.0
+    far_seconds: float = 0.0
     bytes: int = 0
     late: bool = False
     ended: bool = False
@@ -73,11 +88,19 @@ class _Flight:
             self.transfer.id,
             self.transfer.direction,
             self.ok,
-            error=self.error,
+            error=self.error or self._missing(),
             seconds=self.seconds,
+            far_seconds=self.far_seconds,
             bytes=self.bytes,
             gone=self.gone if self.gone.any() else None,
         )
+
+    def _missing(self) -> str:
+        """What is wrong with items that have no part."""
+        if isinstance(self.transfer, ChainTransfer):
+            return self.transfer.error
+        missing, n = int((self.transfer.slots < 0).sum()), len(self.transfer.slots)
+        return f"BadItem: {missing} of {n} items are in no tier" if missing else ""
 
 
 class ChainWorker(TierWorker):
@@ -98,9 +121,17 @@ class ChainWorker(TierWorker):
         self._results: list[TransferResult] = []
         self._ids = count(1)
         self._came = threading.Event()
-        self._closed = False
+        self._registered = self._closed = False
+        self._give_back = self._upper.lend_slots()
+        self._lower.at_end(self._give_back)
         told = [worker.notify(self._came.set) for worker in (self._upper, self._lower)]
         self._tells = all(told)
+
+    def at_end(self, call: Callable[[], None]) -> bool:
+        """Told by both tiers, if they tell."""
+        tiers = Users(call)
+        told = [(worker, tiers.add()) for worker in (self._upper, self._lower)]
+        return all(worker.at_end(leave) for worker, leave in told)
 
     def register(self, regions: Sequence[PageRegion]) -> None:
         """Device pages for the upper tier; its slots are the pages of the lower one."""
@@ -109,20 +140,25 @@ class ChainWorker(TierWorker):
         if slots is None:
             raise ConfigError("the upper tier of a chain keeps its pages in no host memory")
         self._lower.register(slots)
+        self._registered = True
 
     # ---- submit --------------------------------------------------------------------------------
 
     def submit(self, transfer: Transfer) -> bool:
-        """False where a tier that is needed at once refuses. What only has to go on later, waits."""
+        """False where a tier that is needed at once refuses. What only has to go on later, waits.
+
+        Where a tier raises its part fails: another part may be on its way.
+        """
+        if not self._registered:
+            raise MisuseError("submit was called before register named the device pages")
         n = len(transfer.pages)
         due = time.monotonic() + transfer.deadline_seconds
         flight = _Flight(transfer, due, np.zeros(n, np.uint8), np.zeros(n, np.uint8))
         parts = self._first_parts(transfer)
         if not parts:
-            flight.error = f"BadItem: {n} of {n} items are in no tier" if n else ""
             self._settle(flight)
+        flight.parts += parts  # all of them: the end of one must not look like that of the last
         for part in parts:
-            flight.parts.append(part)
             if not self._try(flight, part) and part is parts[0]:
                 return False
         if not flight.ended:
@@ -136,21 +172,32 @@ class ChainWorker(TierWorker):
         if isinstance(transfer, ChainTransfer):
             rows = transfer.upper_rows
             if transfer.lower is not None:
-                parts.append(_Part(self._lower, transfer.lower, transfer.lower_rows, ascends=True))
+                parts.append(self._rising(transfer, transfer.lower))
         if len(rows):
-            parts.append(_Part(self._upper, _some(transfer, rows), rows, ascends=False))
+            parts.append(_Part(self._upper, _some(transfer, rows), rows, _Kind.MOVE))
         return parts
 
+    def _rising(self, transfer: ChainTransfer, read: Transfer) -> _Part:
+        """The first part of a read: its slots, where they are not ready; else the read itself."""
+        slots = _some(transfer, transfer.lower_rows)
+        if self._upper.slots_ready(slots):
+            return _Part(self._lower, read, transfer.lower_rows, _Kind.RISE, far=True)
+        return _Part(self._upper, slots, transfer.lower_rows, _Kind.READY)
+
     def _try(self, flight: _Flight, part: _Part) -> bool:
-        """Hand it to its worker; False: its queue is full."""
+        """Hand it to its worker, or end it where that cannot be; False: its queue is full."""
         seconds = flight.due - time.monotonic()
         if seconds <= 0:
             self._end(flight, part, failed(part.transfer, _overdue(flight)))
             return True
         number = next(self._ids)
         own = replace(part.transfer, id=number, deadline_seconds=seconds)
-        if not part.worker.submit(own):
+        error = _offered(part.worker, own, moves=part.kind is not _Kind.READY)
+        if error.startswith(QUEUE_FULL):
             return False
+        if error:
+            self._end(flight, part, failed(part.transfer, error))
+            return True
         part.open = True
         self._parts[part.worker, number] = flight, part
         return True
@@ -194,19 +241,32 @@ class ChainWorker(TierWorker):
         """A part is over; the flight too, if it was the last and nothing has to go on."""
         flight.parts.remove(part)
         flight.error = flight.error or result.error
-        flight.seconds += result.seconds
-        if not part.ascends:
+        if part.kind is not _Kind.READY:  # once for each slot: no measure of what loads take
+            flight.seconds += result.seconds
+            flight.far_seconds += result.seconds * part.far
+        if part.kind is _Kind.MOVE:
             flight.ok[part.rows] = result.ok
             flight.bytes += result.bytes
-        else:
-            if result.gone is not None:
-                flight.gone[part.rows] = result.gone
-            rows = part.rows[result.ok == 1]
-            if len(rows):
-                onward = _Part(self._upper, _some(flight.transfer, rows), rows, ascends=False)
-                flight.parts.append(onward)
-                self._try(flight, onward)
+        elif result.gone is not None:
+            flight.gone[part.rows] = result.gone
+        onward = self._onward(flight.transfer, part, result.ok == 1)
+        if onward is not None:
+            flight.parts.append(onward)
+            self._try(flight, onward)
         self._settle(flight)
+
+    def _onward(self, transfer: Transfer, part: _Part, good: NDArray[np.bool_]) -> _Part | None:
+        """What comes after a part of which these items are good."""
+        if part.kind is _Kind.MOVE or not good.any():
+            return None
+        rows = part.rows[good]
+        if part.kind is _Kind.RISE:
+            return _Part(self._upper, _some(transfer, rows), rows, _Kind.MOVE, far=True)
+        assert isinstance(transfer, ChainTransfer)
+        assert transfer.lower is not None
+        read = transfer.lower  # an item without a page fails alone
+        read = replace(read, pages=np.where(good, read.pages, np.int32(-1)))
+        return _Part(self._lower, read, part.rows, _Kind.RISE, far=True)
 
     def _settle(self, flight: _Flight) -> None:
         """Its result, once, where no part is left."""
@@ -235,11 +295,13 @@ class ChainWorker(TierWorker):
     def _descend(self) -> None:
         while (transfer := self._scheduler.plan_descent()) is not None:
             number = next(self._ids)
-            if not self._lower.submit(replace(transfer, id=number)):
-                refused = failed(transfer, f"{QUEUE_FULL}: the worker is busy")
-                self._scheduler.complete_descent(refused)
+            error = _offered(self._lower, replace(transfer, id=number))
+            if not error:
+                self._descents[number] = transfer
+                continue
+            self._scheduler.complete_descent(failed(transfer, error))
+            if error.startswith(QUEUE_FULL):
                 return
-            self._descents[number] = transfer
 
     def _end_descent(self, result: TransferResult) -> None:
         transfer = self._descents[result.id] if result.late else self._descents.pop(result.id)
@@ -267,15 +329,27 @@ class ChainWorker(TierWorker):
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> bool:
         """The lower tier first, as it reads and writes memory of the upper one.
 
-        What is queued ends in both, also where the lower one takes its time.
+        What is queued ends in both, also where the lower one takes its time. The memory goes when
+        both have ended, also where nobody calls this; that of a lower tier that does not say so
+        (`at_end`) only here.
         """
         end = time.monotonic() + timeout_seconds
         self.stop()
         closed = self._lower.close(timeout_seconds)
         if closed:
+            self._give_back()
             closed = self._upper.close(max(end - time.monotonic(), 0.0))
         self._pump()
         return closed
+
+
+def _offered(worker: TierWorker, transfer: Transfer, *, moves: bool = True) -> str:
+    """Empty if it was taken; else why not."""
+    try:
+        taken = worker.submit(transfer) if moves else worker.make_ready(transfer)
+    except Exception as fault:  # noqa: BLE001  (of one part; the others go on)
+        return describe(fault)
+    return "" if taken else f"{QUEUE_FULL}: the worker is busy"
 
 
 def _some(transfer: Transfer, rows: NDArray[np.intp]) -> Transfer:

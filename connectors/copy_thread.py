@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connectors.base import Direction, Transfer, TransferResult, failed
+from kvcache.core.errors import MisuseError
 
 IDLE_SECONDS = 5.0
 """How often an idle thread looks up without being woken."""
@@ -139,22 +140,47 @@ class CopyThread(Generic[B]):
         self._running: _Job[B] | None = None
         self._results: deque[TransferResult] = deque()
         self._ended = self._stopped = ""
+        self._left = False
+        """`on_exit` was called, or is the parent process's to call."""
+        self._told: list[Callable[[], None]] = []
         self._notify: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="kvcache-copy", daemon=True)
         _MADE.add(self)
 
     def after_fork(self) -> None:
-        """In a forked child, which has no such thread: what it held at that moment nobody lets go."""
+        """In a forked child, which has no such thread: what it held at that moment nobody lets go.
+
+        What `on_exit` would let go of is the parent's.
+        """
         self._changed = threading.Condition()
         self._notify = lambda: None
+        self._told = []
+        self._left = True
 
     def start(self) -> None:
-        """Start the thread. Once."""
+        """Start the thread. Once.
+
+        Raises:
+            MisuseError: it was let go of, or this process is a forked child of the one that made it.
+        """
+        if self._left:
+            raise MisuseError(
+                "a closed tier, or one that a forked process has from its parent, cannot be used:"
+                " make a connector in this process"
+            )
         self._thread.start()
 
     def notify(self, call: Callable[[], None]) -> bool:
         """`call` is called, without the lock, when a result came. One caller, before `start`."""
         self._notify = call
+        return True
+
+    def at_end(self, call: Callable[[], None]) -> bool:
+        """`call` is called once, after `on_exit`; at once where that is over."""
+        with self._changed:
+            self._told.append(call)
+        if self._left:
+            self._tell()
         return True
 
     # ---- the caller's side ---------------------------------------------------------------------
@@ -224,7 +250,7 @@ class CopyThread(Generic[B]):
             self._changed.notify_all()
         self._notify()
         if self._thread.ident is None:
-            self._on_exit()
+            self._leave()
             return True
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
@@ -276,7 +302,23 @@ class CopyThread(Generic[B]):
                 self._fail_queued()
                 self._changed.notify_all()
             self._notify()
+            self._leave()
+
+    def _leave(self) -> None:
+        """Nothing is moved any more. Once, and never where the thread may run."""
+        if self._left:
+            return
+        try:
             self._on_exit()
+        finally:
+            self._left = True
+            self._tell()
+
+    def _tell(self) -> None:
+        with self._changed:
+            told, self._told = self._told, []
+        for call in told:
+            call()
 
     def _next(self) -> _Job[B] | None:
         """The next load, else the next store; None: nothing came in `idle_seconds`, or the end did."""

@@ -20,7 +20,7 @@ from kvcache.connectors.settings import (
     require_whole,
     slots_of_groups,
 )
-from kvcache.connectors.slots_aside import NO_SPACE
+from kvcache.connectors.slots_aside import no_space
 from kvcache.core.errors import ConfigError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.layout import Geometry
@@ -49,8 +49,7 @@ class _CpuMover:
         ready, error = self._pool.chunks.ensure(batch.group, batch.slots)
         self._copy(pages, slots, batch.pages[ready], batch.slots[ready])
         count = int(ready.sum())
-        why = f"{NO_SPACE}: {len(ready) - count} of {len(ready)} pages: {error}" if error else ""
-        return Moved(count * pages.page_bytes, ready, error=why)
+        return Moved(count * pages.page_bytes, ready, error=no_space(ready, error))
 
     def attend(self) -> None:
         """Nothing to attend to."""
@@ -85,6 +84,10 @@ class CpuWorker(HostWorker):
     def slot_regions(self) -> tuple[PageRegion, ...]:
         """The host memory."""
         return self._slots
+
+    def lend_slots(self) -> Callable[[], None]:
+        """The pool stays until the result is called."""
+        return self._users.add()
 
 
 class CpuConnector(Connector):
@@ -168,6 +171,7 @@ class CpuConnector(Connector):
                 deadline_seconds=deadline_seconds,
                 events=events,
                 seed=seed,
+                chunks=pool.chunks,
             ),
             worker=CpuWorker(
                 pool,

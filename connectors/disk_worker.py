@@ -132,6 +132,10 @@ class DiskWorker(TierWorker):
         """True: the copy thread calls it."""
         return self._thread.notify(call)
 
+    def at_end(self, call: Callable[[], None]) -> bool:
+        """True: the copy thread calls it, as the last that it does."""
+        return self._thread.at_end(call)
+
     def register(self, regions: Sequence[PageRegion]) -> None:
         """Names the device pages, which are host memory; starts the copy thread."""
         if self._pages:

@@ -37,6 +37,7 @@ from kvcache.connectors.base import (
     QUEUE_FULL,
     Connector,
     Direction,
+    LoadBytes,
     PageRegion,
     RequestKeys,
     TierStats,
@@ -49,6 +50,7 @@ from kvcache.connectors.offload_loads import Loads
 from kvcache.connectors.offload_records import (
     Known,
     Reach,
+    Timing,
     hand_back,
     require_alone,
     require_covering,
@@ -278,13 +280,17 @@ class Offload:
             self._stores.end(result)
 
     @property
-    def loading_bytes(self) -> int:
+    def loading_bytes(self) -> LoadBytes:
         """Of loads in flight that somebody waits for."""
         return self._loads.loading_bytes
 
-    def take_timings(self) -> list[tuple[int, float]]:
-        """(bytes, seconds) of loads that ended since the last call, late ones as long as they waited."""
+    def take_timings(self) -> list[Timing]:
+        """Of loads that ended since the last call, late ones as long as they waited."""
         return self._loads.take_timings()
+
+    def far(self, handle: int) -> list[NDArray[np.uint8]] | None:
+        """Of each group's keys as of the last `lookup`, 1 where only a tier below has it; None: none."""
+        return self._scheduler.far(handle)
 
     def wait(self, timeout_seconds: float) -> bool:
         """Block until `poll` has something to do, or the time is over. For idle engines."""

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 from kvcache.connectors.base import Direction, PageRegion, TierWorker, Transfer, TransferResult
 from kvcache.connectors.copy_thread import IDLE_SECONDS, CopyThread, Moved
+from kvcache.connectors.memory_users import Users
 from kvcache.connectors.pool_chunks import PoolChunks
 from kvcache.connectors.settings import require_regions
+from kvcache.connectors.slots_aside import no_space
 from kvcache.core.errors import MisuseError
 
 CLOSE_SECONDS = 5.0
@@ -29,6 +31,8 @@ class HostBatch(NamedTuple):
     """`[n, 64]`, as `Transfer.names`."""
     items: NDArray[np.intp]
     """Indices into the transfer."""
+    moves: bool = True
+    """False: its slots are to be made ready, and that is all."""
 
 
 class Mover(Protocol):
@@ -47,7 +51,8 @@ class Mover(Protocol):
 class HostWorker(TierWorker):
     """Cuts transfers into batches and lets the copy thread run them.
 
-    The memory is let go (`mover.close`) when the copy thread has ended, by `close` or otherwise.
+    The memory is let go (`mover.close`) when the copy thread has ended, by `close` or otherwise, and
+    nobody has it lent.
 
     Args:
         slots: where the slots of each group lie.
@@ -79,12 +84,22 @@ class HostWorker(TierWorker):
         self._regions = regions  # the thread must not keep the worker alive
 
         def move(batch: HostBatch) -> Moved:
+            if not batch.moves:
+                ready, error = chunks.ensure(batch.group, batch.slots)
+                return Moved(0, ready, error=no_space(ready, error))
             return mover.move(batch, regions[batch.group])
+
+        self._users = Users(mover.close)
+        leave = self._users.add()
+
+        def end() -> None:
+            chunks.stop()  # also where the memory stays for somebody else
+            leave()
 
         self._thread = CopyThread(
             move,
             queue_depth=queue_depth,
-            on_exit=mover.close,
+            on_exit=end,
             on_idle=mover.attend,
             idle_seconds=idle_seconds,
         )
@@ -94,6 +109,10 @@ class HostWorker(TierWorker):
     def notify(self, call: Callable[[], None]) -> bool:
         """True: the copy thread calls it."""
         return self._thread.notify(call)
+
+    def at_end(self, call: Callable[[], None]) -> bool:
+        """True: the copy thread calls it, as the last that it does."""
+        return self._thread.at_end(call)
 
     def register(self, regions: Sequence[PageRegion]) -> None:
         """Names the device pages; starts the threads that copy, and that make memory ready."""
@@ -110,12 +129,27 @@ class HostWorker(TierWorker):
 
     def submit(self, transfer: Transfer) -> bool:
         """Items that name no existing page or slot fail; the rest is queued. O(items)."""
+        return self._queue(transfer, moves=True)
+
+    def slots_ready(self, transfer: Transfer) -> bool:
+        """Whether the memory of every slot is there already. O(items)."""
+        slots = transfer.slots.astype(np.int32)
+        return all(
+            bool(self.chunks.ready(group, slots[(transfer.groups == group) & (slots >= 0)]).all())
+            for group in range(len(self._slots))
+        )
+
+    def make_ready(self, transfer: Transfer) -> bool:
+        """On the copy thread: getting memory takes its time."""
+        return self._queue(transfer, moves=False)
+
+    def _queue(self, transfer: Transfer, *, moves: bool) -> bool:
         if not self._pages:
             raise MisuseError("submit was called before register named the device pages")
         good = self._valid(transfer)
         bad = int(len(good) - good.sum())
         error = f"BadItem: {bad} of {len(good)} items name no page or no slot" if bad else ""
-        return self._thread.submit(transfer, self._batches(transfer, good), error)
+        return self._thread.submit(transfer, self._batches(transfer, good, moves=moves), error)
 
     def _valid(self, transfer: Transfer) -> NDArray[np.bool_]:
         groups, pages, slots = transfer.groups, transfer.pages, transfer.slots
@@ -130,7 +164,9 @@ class HostWorker(TierWorker):
             return np.zeros_like(valid)
         return valid
 
-    def _batches(self, transfer: Transfer, good: NDArray[np.bool_]) -> list[HostBatch]:
+    def _batches(
+        self, transfer: Transfer, good: NDArray[np.bool_], *, moves: bool
+    ) -> list[HostBatch]:
         batches = []
         for group, region in enumerate(self._pages):
             rows = np.flatnonzero(good & (transfer.groups == group))
@@ -145,6 +181,7 @@ class HostWorker(TierWorker):
                         transfer.slots[items].astype(np.int32),
                         None if transfer.names is None else transfer.names[items],
                         items,
+                        moves,
                     )
                 )
         return batches

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from kvcache.connectors.base import (
     QUEUE_FULL,
     KeyedPages,
+    LoadBytes,
     TierScheduler,
     Transfer,
     TransferResult,
 )
-from kvcache.connectors.offload_records import Faults, Load, due_of, silence
+from kvcache.connectors.offload_records import Faults, Load, Timing, due_of, silence
 from kvcache.core.errors import HandleError, MisuseError
 from kvcache.core.manager import Manager
 
@@ -44,7 +45,7 @@ class Loads:
         """Loads of grants that were never started, of requests that were released since."""
         self._ended: list[tuple[int, bool]] = []
         self._page_bytes = np.array([g.page_bytes for g in manager.geometry.groups], np.int64)
-        self._timings: deque[tuple[int, float]] = deque(maxlen=MAX_TIMINGS)
+        self._timings: deque[Timing] = deque(maxlen=MAX_TIMINGS)
         self.faults: dict[int, Faults] = {}
         """Of each request, until it is forgotten."""
 
@@ -122,8 +123,7 @@ class Loads:
         if load is None:
             return
         if not load.given_up and (result.late or (len(result.ok) and result.ok.all())):
-            seconds = load.transfer.deadline_seconds if result.late else result.seconds
-            self._timings.append((self._bytes(load), seconds))
+            self._note_timing(load, result)
         waits = load.wanted and load.is_awaited(self._manager)
         ok = result.ok == 1
         if len(ok) != len(load.items) or result.late:
@@ -142,15 +142,29 @@ class Loads:
         load.wanted = False
 
     @property
-    def loading_bytes(self) -> int:
+    def loading_bytes(self) -> LoadBytes:
         """Of loads in flight that were not given up."""
-        return sum(self._bytes(load) for load in self._loads.values() if not load.given_up)
+        each = [self._bytes(load) for load in self._loads.values() if not load.given_up]
+        return LoadBytes(sum(one.near for one in each), sum(one.far for one in each))
 
-    def _bytes(self, load: Load) -> int:
-        return int(self._page_bytes[load.items["group"]].sum())
+    def _bytes(self, load: Load) -> LoadBytes:
+        sizes = self._page_bytes[load.items["group"]]
+        far = int(sizes[load.transfer.far_rows].sum())
+        return LoadBytes(int(sizes.sum()) - far, far)
 
-    def take_timings(self) -> list[tuple[int, float]]:
-        """(bytes, seconds) of loads that ended since the last call, late ones as long as they waited."""
+    def _note_timing(self, load: Load, result: TransferResult) -> None:
+        size = self._bytes(load)
+        if result.late:  # that of the slower
+            waited = load.transfer.deadline_seconds
+            self._timings.append(Timing(size.far or size.near, waited, far=size.far > 0))
+            return
+        if size.near:
+            self._timings.append(Timing(size.near, result.seconds - result.far_seconds, far=False))
+        if size.far:
+            self._timings.append(Timing(size.far, result.far_seconds, far=True))
+
+    def take_timings(self) -> list[Timing]:
+        """Of loads that ended since the last call, late ones as long as they waited."""
         timings = list(self._timings)
         self._timings.clear()
         return timings

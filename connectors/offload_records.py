@@ -35,6 +35,15 @@ class Reach(NamedTuple):
     """Of each group: the keys that are pinned."""
 
 
+class Timing(NamedTuple):
+    """What a load has taken, or its part from one of two tiers."""
+
+    bytes: int
+    seconds: float
+    far: bool
+    """From a tier below."""
+
+
 @dataclass(slots=True)
 class Load:
     """A load in flight."""

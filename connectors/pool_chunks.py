@@ -57,7 +57,9 @@ class PoolChunks:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcache-prepare", daemon=True)
         self.error = ""
-        """Why the thread ended before all was ready. Stores try again then, each for itself."""
+        """Why the thread ended before all was ready. Stores try again then, each for itself.
+
+        In a tier's statistics: `TierStats.not_ready`."""
 
     @property
     def ready_bytes(self) -> int:
@@ -73,6 +75,11 @@ class PoolChunks:
         """Whether nothing is left to be made ready."""
         return all(bool(ready.all()) for ready in self._ready)
 
+    def ready(self, group: int, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """For each slot whether it may be written now."""
+        flags: NDArray[np.bool_] = self._ready[group][slots // self._slots[group]]
+        return flags
+
     def start(self) -> None:
         """Let the thread begin. Once."""
         self._thread.start()
@@ -85,15 +92,12 @@ class PoolChunks:
 
     def ensure(self, group: int, slots: NDArray[np.int32]) -> tuple[NDArray[np.bool_], str]:
         """For each slot whether it may be written, and why not. Waits for its chunk, not for others."""
-        chunks = slots // self._slots[group]
-        good: NDArray[np.bool_] = self._ready[group][chunks]
+        good, error = self.ready(group, slots), ""
         if good.all():
-            return good, ""
-        error = ""
-        for chunk in np.unique(chunks[~self._ready[group][chunks]]).tolist():
+            return good, error
+        for chunk in np.unique(slots[~good] // self._slots[group]).tolist():
             error = self._prepare(group, chunk) or error
-        good = self._ready[group][chunks]
-        return good, error
+        return self.ready(group, slots), error
 
     def _prepare(self, group: int, chunk: int) -> str:
         """Empty, or why it cannot be."""
@@ -126,9 +130,13 @@ class PoolChunks:
         except BaseException as fault:  # noqa: BLE001  (told, and each store finds it for itself)
             self.error = f"{type(fault).__name__}: {fault}"
 
+    def stop(self) -> None:
+        """Nothing more is made ready. Waits for nothing."""
+        self._stop.set()
+
     def close(self) -> bool:
         """Nothing is made ready any more. False: something still is; the memory must stay."""
-        self._stop.set()
+        self.stop()
         if not self.wait(CLOSE_SECONDS):
             return False
         if not self._lock.acquire(timeout=CLOSE_SECONDS):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvcache.connectors.base import (
     Direction,
     KeyedPages,
+    OpenWork,
     RequestKeys,
     TierScheduler,
     TierStats,
@@ -26,6 +27,7 @@ from kvcache.connectors.base import (
 )
 from kvcache.connectors.in_flight import KeysInFlight
 from kvcache.connectors.key_events import KeyEvent, KeysLost
+from kvcache.connectors.pool_chunks import PoolChunks
 from kvcache.connectors.pool_events import pool_events
 from kvcache.connectors.pool_records import (
     Part,
@@ -55,6 +57,7 @@ class PoolScheduler(TierScheduler):
         events: whether `take_events` will be read.
         seed: of the pools' indexes; None: a random one.
         pools: the slots and the index of each group; None: new ones.
+        chunks: as for `SlotsAside`.
 
     A store that finds no slot (all held) is dropped and counted, never waited for. One that finds no
     room behind its slots sets the free ones aside for a while (`SlotsAside`).
@@ -69,6 +72,7 @@ class PoolScheduler(TierScheduler):
         events: bool = False,
         seed: int | None = None,
         pools: Sequence[PagePool] | None = None,
+        chunks: PoolChunks | None = None,
     ) -> None:
         self._slot_bytes = tuple(slot_bytes)
         self.reports_events = events
@@ -78,7 +82,8 @@ class PoolScheduler(TierScheduler):
         self._pools = pools or [
             PagePool(n, seed=s, journal=journal) for n, s in zip(slots, seeds, strict=True)
         ]
-        self._aside = SlotsAside(self._pools)
+        self._aside = SlotsAside(self._pools, chunks)
+        self._chunks = chunks
         self._deadline_seconds = deadline_seconds
         self._numbers: dict[bytes, int] = {}
         self._promises: dict[int, Promise] = {}
@@ -206,6 +211,9 @@ class PoolScheduler(TierScheduler):
         for part in parts_of(pages):
             rows = self._unstored(items, part)
             taken = self._take(part.group, len(rows))
+            if len(taken) < len(rows) and self._aside.give_back_for_want_of_others():
+                more = self._take(part.group, len(rows) - len(taken))
+                taken = np.concatenate([taken, more])
             self._counts.dropped_store_pages += len(rows) - len(taken)
             rows = rows[: len(taken)]
             if len(rows):
@@ -286,8 +294,20 @@ class PoolScheduler(TierScheduler):
         for part in plan.parts:
             self._finish(plan, part, good[part.rows], gone[part.rows])
         count_result(counts, replace(result, error=error), int(good.sum()), len(good))
-        if f"{NO_SPACE}:" in error:  # maybe not the first of several
+        stored = plan.direction is Direction.STORE
+        if stored and not good.all() and f"{NO_SPACE}:" in error:  # maybe not the first of several
             self._aside.take()
+
+    def drop(self, transfer: Transfer) -> None:
+        """Its slots are let go; no counter moves."""
+        plan = self._plans.pop(transfer.id)
+        for part in plan.parts:
+            none = np.zeros(len(part.rows), np.bool_)
+            self._finish(plan, part, none, none)
+
+    def open_work(self) -> OpenWork:
+        """Never None."""
+        return OpenWork(set(self._promises), set(self._plans))
 
     def _finish(
         self, plan: Plan, part: Part, good: NDArray[np.bool_], gone: NDArray[np.bool_]
@@ -339,6 +359,8 @@ class PoolScheduler(TierScheduler):
             out.used_bytes += (fill.cached + fill.held) * slot_bytes
             out.pinned_pages += fill.held
             out.evicted_pages += fill.evictions
+        if self._chunks is not None:
+            out.ready_bytes, out.not_ready = self._chunks.ready_bytes, self._chunks.error
         for slots, slot_bytes in zip(self._aside.slots, self._slot_bytes, strict=True):
             out.pinned_pages -= len(slots)  # they hold nothing
             out.used_bytes -= len(slots) * slot_bytes

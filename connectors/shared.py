@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.connectors.base import Connector, Direction, PageRegion
+from kvcache.connectors.base import Connector, Direction, PageRegion, TierStats
 from kvcache.connectors.copy_thread import Moved
 from kvcache.connectors.copy_threads import CopyThreads
 from kvcache.connectors.disk_format import layout_digest, layout_text
@@ -159,7 +160,11 @@ class SharedScheduler(PoolScheduler):
         deadline_seconds: float,
     ) -> None:
         super().__init__(
-            slot_bytes, slots, deadline_seconds=deadline_seconds, pools=region.tables.pools
+            slot_bytes,
+            slots,
+            deadline_seconds=deadline_seconds,
+            pools=region.tables.pools,
+            chunks=region.chunks,
         )
         self._numbers = SpaceNumbers()
 
@@ -174,6 +179,10 @@ class SharedScheduler(PoolScheduler):
     def repairs(self) -> int:
         """How often the tables were made anew after a death in the middle of a change."""
         return max(pool.shared_stats().recoveries for pool in self._region.tables.pools)
+
+    def stats(self) -> TierStats:
+        """As `PoolScheduler.stats`, with what the region itself counts."""
+        return replace(super().stats(), busy_calls=self.busy_calls, repairs=self.repairs)
 
     def _names(self, items: NDArray[np.void], parts: list[Part]) -> NDArray[np.uint8]:
         return names_of(items, parts)

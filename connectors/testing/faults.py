@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -76,10 +76,20 @@ class FaultyWorker(TierWorker):
             raise OSError(f"injected: transfer {transfer.id} was not taken")
         if chance.random() < self._faults.refuse:
             return False
-        if not self._inner.submit(transfer):
-            return False
-        self._open[transfer.id] = transfer
-        return True
+        return self._note(transfer, taken=self._inner.submit(transfer))
+
+    def slots_ready(self, transfer: Transfer) -> bool:
+        """Passed on."""
+        return self._inner.slots_ready(transfer)
+
+    def make_ready(self, transfer: Transfer) -> bool:
+        """Passed on."""
+        return self._note(transfer, taken=self._inner.make_ready(transfer))
+
+    def _note(self, transfer: Transfer, *, taken: bool) -> bool:
+        if taken:
+            self._open[transfer.id] = transfer
+        return taken
 
     def poll(self) -> list[TransferResult]:
         """Spoiled results; in `hold` mode those that `deliver` let through."""
@@ -100,6 +110,14 @@ class FaultyWorker(TierWorker):
     def slot_regions(self) -> Sequence[PageRegion] | None:
         """Passed on."""
         return self._inner.slot_regions
+
+    def lend_slots(self) -> Callable[[], None]:
+        """Passed on."""
+        return self._inner.lend_slots()
+
+    def at_end(self, call: Callable[[], None]) -> bool:
+        """Passed on."""
+        return self._inner.at_end(call)
 
     def flush(self, timeout_seconds: float) -> bool:
         """Passed on."""

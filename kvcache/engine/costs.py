@@ -1,6 +1,6 @@
 """Load or compute: what a prefix would cost either way, from what loads and prefills have taken.
 
-    load      seconds = a + b * bytes
+    load      seconds = a + b * bytes          from the tier itself, and from one below: the longer
     compute   seconds = a * steps + b * tokens + c * tokens * context
 
 Each is fitted to the last `SAMPLES` measurements, by relative error, outliers weighed down, no
@@ -17,6 +17,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.connectors.base import LoadBytes
 from kvcache.core.layout import Geometry
 
 SAMPLES = 32
@@ -120,13 +121,14 @@ class Costs:
     def __init__(self, loads: Loads, chunk_tokens: int) -> None:
         self.loads = loads
         self._chunk_tokens = chunk_tokens
-        self._load = Fit(2)
+        self._loads = {far: Fit(2) for far in (False, True)}
+        """From the tier itself, and from one below it."""
         self._compute = Fit(3)
         self._credit_seconds = 0.0
 
-    def note_load(self, loaded_bytes: int, seconds: float) -> None:
-        """A load has ended."""
-        self._load.add((1.0, loaded_bytes), seconds)
+    def note_load(self, loaded_bytes: int, seconds: float, *, far: bool = False) -> None:
+        """A load has ended, or what of it came from one tier. `far`: from a tier below."""
+        self._loads[far].add((1.0, loaded_bytes), seconds)
 
     def note_step(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
         """A step has computed tokens `[start, end)` of each request."""
@@ -136,9 +138,12 @@ class Costs:
             context = sum((end - start) * (end + start) / 2 for start, end in chunks)
             self._compute.add((1.0, tokens, context), seconds)
 
-    def load_seconds(self, loaded_bytes: int) -> float | None:
-        """Of a load that waits for no other one."""
-        return self._load.seconds((1.0, loaded_bytes))
+    def load_seconds(self, loaded: LoadBytes) -> float | None:
+        """Of a load that waits for no other one. What two tiers bring comes side by side."""
+        sizes = {far: size for far, size in ((False, loaded.near), (True, loaded.far)) if size}
+        times = [self._loads[far].seconds((1.0, size)) for far, size in sizes.items()]
+        known = [seconds for seconds in times if seconds is not None]
+        return max(known, default=0.0) if len(known) == len(times) else None
 
     def compute_seconds(self, start: int, end: int) -> float | None:
         """Of a prefill of tokens [start, end) on its own."""
@@ -146,11 +151,11 @@ class Costs:
         steps = -(-tokens // self._chunk_tokens)
         return self._compute.seconds((steps, tokens, tokens * (start + end) / 2))
 
-    def load_pays(self, loaded_bytes: int, start: int, end: int) -> bool:
+    def load_pays(self, loaded: LoadBytes, start: int, end: int) -> bool:
         """Whether to load what tokens [start, end) need. A try of a dear load is paid for here."""
         if self.loads is not Loads.AUTO:
             return self.loads is Loads.ALWAYS
-        load, compute = self.load_seconds(loaded_bytes), self.compute_seconds(start, end)
+        load, compute = self.load_seconds(loaded), self.compute_seconds(start, end)
         if load is None or compute is None or load <= compute:
             return True
         if load - compute > self._credit_seconds:
@@ -162,26 +167,35 @@ class Costs:
         """Tokens [start, end) are computed though a tier has them: that earns a try now and then."""
         self._credit_seconds += TRIAL_SHARE * (self.compute_seconds(start, end) or 0.0)
 
-    def keeping_pays(self, kept_bytes: int, tokens: int) -> bool:
+    def keeping_pays(self, kept: LoadBytes, tokens: int) -> bool:
         """Whether a preempted request resumes sooner by a load of all it had than by computing it."""
         if self.loads is not Loads.AUTO:
             return self.loads is Loads.ALWAYS
-        load, compute = self.load_seconds(kept_bytes), self.compute_seconds(0, tokens)
+        load, compute = self.load_seconds(kept), self.compute_seconds(0, tokens)
         return load is None or compute is None or load <= compute
 
 
-def hit_bytes(geometry: Geometry, begin: int, end: int) -> int:
+def hit_bytes(
+    geometry: Geometry, begin: int, end: int, far: Sequence[NDArray[np.uint8]] | None = None
+) -> LoadBytes:
     """Most bytes that a load brings for a hit at `end`, where the full groups have `begin` tokens.
 
     Spans and states are counted whole: what of them is on the device is not known.
+
+    Args:
+        far: of each group's keys, 1 where only a tier below has it; None: nowhere.
     """
-    total = 0
-    for group, rules in zip(geometry.groups, geometry.rules, strict=True):
+    total = below = 0
+    for group, rules in enumerate(geometry.rules):
+        span, size = geometry.block_tokens[group], geometry.groups[group].page_bytes
         if rules.kind == "full":
-            pages = end // rules.block_tokens - begin // rules.block_tokens
+            first, last = begin // span, end // span
         elif rules.kind == "span":
-            pages = -(-end // rules.block_tokens) - rules.need_begin(end) // rules.block_tokens
+            first, last = rules.need_begin(end) // span, -(-end // span)
+        elif rules.kind == "state":
+            first, last = end // span - 1, end // span
         else:
-            pages = int(rules.kind == "state")
-        total += pages * group.page_bytes
-    return total
+            continue
+        total += (last - first) * size
+        below += 0 if far is None else int(far[group][max(first, 0) : last].sum()) * size
+    return LoadBytes(total - below, below)

@@ -142,8 +142,8 @@ class Queues:
         """Move requests whose load ended since the last call; returns how many. Never blocks."""
         ended = 0
         results = self._offload.poll() if self._offload is not None else []
-        for loaded_bytes, seconds in self._offload.take_timings() if self._offload else ():
-            self.costs.note_load(loaded_bytes, seconds)
+        for timing in self._offload.take_timings() if self._offload else ():
+            self.costs.note_load(timing.bytes, timing.seconds, far=timing.far)
         for handle, ok in results:
             request = self.loading.pop(handle, None)
             if request is None:

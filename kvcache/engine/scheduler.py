@@ -32,6 +32,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvcache.connectors.base import LoadBytes
 from kvcache.connectors.driver import Offload
 from kvcache.core.errors import ConfigError
 from kvcache.core.manager import Manager
@@ -312,17 +313,29 @@ class Scheduler(Room):
         Then the tier holds nothing for the request any more.
         """
         assert self._offload is not None
-        geometry, costs, waiting = self._manager.geometry, self.costs, self._offload.loading_bytes
         begin, end = hit.device_tokens, hit.hit_tokens
-        if costs.load_pays(waiting + hit_bytes(geometry, begin, end), begin, end):
+        if self._load_pays(request, begin, end):
             return hit
         alone = self._manager.lookup(request.id)
         there = max(alone.hit_tokens, alone.junction)  # full groups may reach farther than states
-        if there > begin and costs.load_pays(waiting + hit_bytes(geometry, there, end), begin, end):
+        if there > begin and self._load_pays(request, begin, end, there):
             return self._offload.lookup(request.id)
         request.instead = (alone.hit_tokens, end)
         self._offload.release(request.id)
         return alone
+
+    def _load_pays(self, request: Request, begin: int, end: int, there: int = 0) -> bool:
+        """Whether to load tokens [begin, end), of which the full groups have those before `there`.
+
+        After what is being loaded from the same tiers.
+        """
+        assert self._offload is not None
+        far, waiting = self._offload.far(request.id), self._offload.loading_bytes
+        need = hit_bytes(self._manager.geometry, max(begin, there), end, far)
+        load = LoadBytes(
+            need.near and need.near + waiting.near, need.far and need.far + waiting.far
+        )
+        return self.costs.load_pays(load, begin, end)
 
     def _comes_by_itself(self, request: Request, hit: Hit, batch: list[Work]) -> bool:
         """Whether a load in flight or this step brings more of the prompt than is there now.

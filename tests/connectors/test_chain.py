@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiers.chain_pieces import host_over_disk
+from tiers import chain_process
+from tiers.chain_pieces import host_over_disk, tiers, tiers_of
 from tiers.disk_pieces import MODEL, disk, page_paths, temporaries
 from tiers.pieces import PATIENCE, one_group, region
 
-from kvcache.connectors.base import Connector
+from kvcache.connectors.base import TierWorker
 from kvcache.connectors.chain import ChainConnector
-from kvcache.connectors.chain_scheduler import ChainScheduler
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.disk import DiskConnector
+from kvcache.connectors.disk_worker import DiskWorker
+from kvcache.connectors.host_pool import HostPool
 from kvcache.connectors.testing import Gate, Key, Rig, Setup, chain, rig
-from kvcache.core.errors import ConfigError
+from kvcache.core.errors import ConfigError, MisuseError
 
 HOST = (3, 2)
 """Slots of the host tier: less than the disk's (8, 6)."""
-
-
-def tiers(r: Rig) -> tuple[Connector, Connector]:
-    assert isinstance(r.scheduler, ChainScheduler)
-    return r.scheduler.tiers
 
 
 def in_tier(r: Rig, which: int, keys: list[Key]) -> list[int]:
@@ -317,6 +316,10 @@ def test_parts_that_make_no_chain_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it needs pages of 128 bytes"):
         made.worker.register([region(memory)])
     made.worker.close()
+    with pytest.raises(
+        MisuseError, match="the memory was let go: the worker that has it is closed"
+    ):
+        ChainConnector(made.scheduler.tiers[0], below)  # type: ignore[attr-defined]
     below.worker.close()
 
 
@@ -331,3 +334,58 @@ def test_a_chain_that_is_dropped_ends_its_threads(tmp_path: Path) -> None:
         assert time.monotonic() < end
         time.sleep(0.01)
     assert not list(tmp_path.glob("*/tmp/*"))
+
+
+@pytest.mark.parametrize("how", ["drop", "exit", "die"])
+def test_a_chain_that_is_let_go_of_while_a_page_sinks_keeps_its_memory(
+    tmp_path: Path, how: str
+) -> None:
+    """Until the disk has read it: else the process ends by a signal, or wrong bytes are a page."""
+    command = [sys.executable, chain_process.__file__, str(tmp_path), how]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=4 * PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    setup = Setup(geometry=chain_process.GEOMETRY, pages=(8,))
+    with rig(lambda s: disk(s, tmp_path), setup) as r:
+        assert r.lookup(1, [chain_process.KEY]) == [1]
+        assert r.load(1, [chain_process.KEY]) == [1]  # compares the bytes
+
+
+def test_memory_under_a_tier_that_does_not_tell_its_end_goes_with_its_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And stays for good where nobody closes it: its threads may be in the middle of a page."""
+    monkeypatch.setattr(DiskWorker, "at_end", TierWorker.at_end)
+    let_go: list[HostPool] = []
+    really = HostPool.close
+
+    def close(pool: HostPool) -> None:
+        let_go.append(pool)
+        really(pool)
+
+    monkeypatch.setattr(HostPool, "close", close)
+    with rig(lambda s: host_over_disk(s, tmp_path)) as r:
+        assert tiers(r)[0].worker.close(PATIENCE)
+        assert let_go == []
+        assert r.worker.close(PATIENCE)
+        assert len(let_go) == 1
+    dropped = Rig(lambda s: host_over_disk(s, tmp_path))
+    threads = [tier.worker._thread._thread for tier in tiers(dropped)]  # type: ignore[attr-defined]
+    del dropped
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert len(let_go) == 1
+
+
+def test_a_chain_below_a_chain_tells_its_end(tmp_path: Path) -> None:
+    inner = host_over_disk(Setup(), tmp_path)
+    told: list[int] = []
+    assert inner.worker.at_end(lambda: told.append(1))
+    assert tiers_of(inner)[0].worker.close(PATIENCE)
+    assert told == []
+    assert inner.worker.close(PATIENCE)
+    assert inner.worker.close(PATIENCE)
+    assert inner.worker.at_end(lambda: told.append(2))
+    assert told == [1, 2]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tiers import fork_process
 from tiers.pieces import PATIENCE, finals, one_group, transfer, worker_of
 
 from kvcache.connectors.base import (
@@ -260,3 +264,16 @@ def test_a_forked_child_can_close_what_it_has_no_thread_of() -> None:
         assert os.waitstatus_to_exitcode(status) == 0
         assert worker.submit(transfer(1, Direction.STORE, [0], [0]))
         assert finals(worker, 1)[0].ok.tolist() == [1]
+
+
+@pytest.mark.parametrize("when", ["before", "use", "after"])
+def test_a_forked_child_that_ends_like_any_program_touches_nothing_of_its_parents(
+    tmp_path: Path, when: str
+) -> None:
+    """Before `register` there is no thread to tell the two apart."""
+    (tmp_path / "shared").mkdir(mode=0o700)
+    command = [sys.executable, fork_process.__file__, str(tmp_path), when]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=4 * PATIENCE
+    )
+    assert done.returncode == 0, done.stderr

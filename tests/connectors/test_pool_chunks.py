@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from tiers.pieces import PATIENCE, finals, one_group, region, transfer
+from tiers.chain_pieces import host_over_disk, tiers
+from tiers.pieces import PATIENCE, cpu, finals, one_group, region, transfer
 
 from kvcache.connectors import pool_chunks
-from kvcache.connectors.base import Direction, PageRegion
-from kvcache.connectors.cpu import CpuConnector
+from kvcache.connectors.base import Connector, Direction, PageRegion
+from kvcache.connectors.cpu import CpuConnector, CpuWorker, native_copy
+from kvcache.connectors.host_pool import HostPool
 from kvcache.connectors.pool_chunks import PoolChunks
 from kvcache.connectors.testing import Setup, chain, rig
 from kvcache.core import host_memory
+from kvcache.core.errors import MisuseError
 
 
 class Memory:
@@ -180,3 +183,66 @@ def test_memory_that_went_since_the_start_fails_stores_and_nothing_else(
         r.scheduler._aside._until = 1e-9  # type: ignore[attr-defined]
         assert r.store(chain("b", 2)) == chain("b", 2)
         assert r.visible(chain("a", 2)) == [1, 1]
+
+
+def test_slots_that_have_memory_are_used_though_others_found_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(PoolChunks, "start", lambda _: None)  # on demand alone
+    monkeypatch.setattr("kvcache.connectors.slots_aside.RETRY_SECONDS", 1e9)
+    with rig(lambda s: CpuConnector(s.geometry, pages=s.pages), Setup()) as r:
+        worker: Any = r.worker
+        assert r.store(chain("a", 4)) == chain("a", 4)
+        assert worker.chunks.ensure(0, np.array([7], np.int32))[0].all()
+        monkeypatch.setattr(host_memory, "available", lambda: (10, "somebody"))
+        assert r.run(r.planned(chain("b", 2))).error.startswith("NoSpace: 2 of 2 pages")
+        r.scheduler.check()
+        assert r.store(chain("c", 1)) == chain("c", 1)
+        assert r.visible([*chain("a", 4), *chain("c", 1)]) == [1] * 5
+        assert r.store(chain("d", 1)) == chain("d", 1)
+        assert sum(r.visible([*chain("a", 4), *chain("c", 1)])) == 4  # in place of one
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_statistics_tell_how_much_is_ready_and_why_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: bool
+) -> None:
+    """Of a tier alone, and over a disk."""
+
+    def made(setup: Setup) -> Connector:
+        return host_over_disk(setup, tmp_path) if over else cpu(setup)
+
+    sizes = [group.page_bytes for group in Setup().geometry.groups]
+    whole = sum(size * count for size, count in zip(sizes, Setup().pages, strict=True))
+    for left in (1 << 40, 10):
+        connector = made(Setup())
+        monkeypatch.setattr(host_memory, "available", lambda left=left: (left, "somebody"))
+        with rig(lambda _, connector=connector: connector) as r:
+            upper: Any = tiers(r)[0] if over else connector
+            assert upper.worker.chunks.wait(PATIENCE)
+            stats = r.scheduler.stats()
+            assert stats.ready_bytes == (whole if left > whole else 0)
+            assert stats.not_ready == ("" if left > whole else "somebody leaves 10 bytes")
+        monkeypatch.undo()
+
+
+def test_memory_that_is_lent_beyond_the_end_of_its_worker_is_made_ready_no_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_chunks, "CHUNK_BYTES", 1)
+    memory, pool = Memory(), HostPool([64], [16], setting="x")
+    pool.chunks = PoolChunks(pool.regions, memory)
+    worker = CpuWorker(pool, groups=["a"], queue_depth=4, batch_bytes=64, copy=native_copy)
+    give_back = worker.lend_slots()
+    memory.gate.clear()
+    pages = np.zeros((2, 64), np.uint8)
+    worker.register([region(pages)])
+    assert memory.entered.acquire(timeout=PATIENCE)
+    assert worker.close(PATIENCE)
+    memory.gate.set()
+    assert pool.chunks.wait(PATIENCE)
+    assert len(memory.ready) == 1
+    give_back()
+    with pytest.raises(MisuseError, match="the memory was let go"):
+        worker.lend_slots()

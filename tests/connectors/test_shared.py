@@ -311,3 +311,16 @@ def test_after_the_end_nothing_is_found_and_everything_can_be_let_go(tmp_path: P
         r.scheduler.release(2)
         assert r.pinned() == 0
         assert np.array_equal(r.scheduler.stats().used_bytes, 0)
+
+
+def test_what_a_region_counts_is_in_the_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rig(lambda s: shared(s, tmp_path)) as r:
+        assert (r.scheduler.stats().busy_calls, r.scheduler.stats().repairs) == (0, 0)
+        tables = r.scheduler._region.tables  # type: ignore[attr-defined]
+        monkeypatch.setattr(tables, "busy", 3)
+        told = [pool.shared_stats()._replace(recoveries=i) for i, pool in enumerate(tables.pools)]
+        for pool, stats in zip(tables.pools, told, strict=True):
+            monkeypatch.setattr(pool, "shared_stats", lambda stats=stats: stats)
+        assert (r.scheduler.stats().busy_calls, r.scheduler.stats().repairs) == (3, 1)

@@ -15,6 +15,7 @@ from engine.stamp_runner import expected_output, stamp_geometry
 from hypothesis import given, settings, strategies as st
 
 from kvcache import ConfigError, Manager, Sparse
+from kvcache.connectors.base import LoadBytes
 from kvcache.connectors.cpu import CpuConnector, native_copy
 from kvcache.connectors.driver import Offload
 from kvcache.engine.costs import SAMPLES, Costs, Fit, Loads, hit_bytes
@@ -77,7 +78,7 @@ def test_a_way_that_looks_dear_is_tried_again_for_a_small_share_of_the_time() ->
     costs.note_load(1000, 3.0)
     tries, computed = 0, 0
     for _ in range(1000):
-        if costs.load_pays(1000, 0, 64):
+        if costs.load_pays(LoadBytes(1000, 0), 0, 64):
             tries += 1
         else:
             costs.note_computed_instead(0, 64)
@@ -88,8 +89,14 @@ def test_a_way_that_looks_dear_is_tried_again_for_a_small_share_of_the_time() ->
 def test_what_a_hit_takes_is_full_blocks_a_window_and_a_state() -> None:
     geometry = stamp_geometry(16, states=1, window=20)
     full, window, state = (g.page_bytes for g in geometry.groups)
-    assert hit_bytes(geometry, 0, 160) == 10 * full + 2 * window + state
-    assert hit_bytes(geometry, 96, 160) == 4 * full + 2 * window + state
+    assert hit_bytes(geometry, 0, 160) == (10 * full + 2 * window + state, 0)
+    assert hit_bytes(geometry, 96, 160) == (4 * full + 2 * window + state, 0)
+    far = [np.zeros(12, np.uint8) for _ in range(3)]
+    far[0][[0, 6, 9, 10]] = 1  # of which the hit takes two where 96 tokens are there
+    far[1][[7, 9]] = 1
+    assert hit_bytes(geometry, 96, 160, far) == (2 * full + window + state, 2 * full + window)
+    far[2][9] = 1
+    assert hit_bytes(geometry, 0, 160, far) == (7 * full + window, 3 * full + window + state)
 
 
 def test_a_choice_that_does_not_exist_is_refused() -> None:
@@ -182,7 +189,7 @@ def test_a_state_alone_is_loaded_where_the_device_has_the_rest() -> None:
             r.engine.step()
         r.engine.abort(leaving)
         worker.broken = set()
-        costs, whole = r.engine.scheduler.costs, hit_bytes(r.manager.geometry, 0, 288)
+        costs, whole = r.engine.scheduler.costs, hit_bytes(r.manager.geometry, 0, 288).near
         for loaded in (whole, whole // 8):
             costs.note_load(loaded, 1e-3 + 1e-4 * loaded)
         rest = hit_bytes(r.manager.geometry, 64, 288)  # it has computed a chunk before it left

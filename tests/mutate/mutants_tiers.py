@@ -6,6 +6,7 @@ from mutate.mutant import Mutant
 
 DISK = "tests/connectors/test_disk_"
 CHAIN = "tests/connectors/test_chain.py::test_"
+FAILURES = "tests/connectors/test_chain_failures.py::test_"
 BROKEN = ("ContractError",)
 
 TIERS = [
@@ -139,25 +140,57 @@ TIERS = [
     Mutant(
         "a forked child waits for a lock of a thread that it does not have",
         "connectors/copy_thread.py",
-        "        self._changed = threading.Condition()\n        self._notify = lambda: None\n\n    def start",
-        "        self._notify = lambda: None\n\n    def start",
+        "        self._changed = threading.Condition()\n        self._notify = lambda: None\n        self._told",
+        "        self._notify = lambda: None\n        self._told",
         (
             "tests/connectors/test_copy_thread.py::test_a_forked_child_can_close_what_it_has_no_thread_of",
         ),
     ),
     Mutant(
-        "what was read from the disk counts as being on the device",
+        "a forked child lets go of what its parent is to use",
+        "connectors/copy_thread.py",
+        "        self._left = True\n\n    def start",
+        "\n    def start",
+        (
+            "tests/connectors/test_copy_thread.py::test_a_forked_child_that_ends_like_any_program_touches_nothing_of_its_parents",
+        ),
+    ),
+    Mutant(
+        "a part that ends at once ends the transfer",
         "connectors/chain_worker.py",
-        "        if not part.ascends:",
-        "        if True:",
+        "        for part in parts:\n            if not self._try(",
+        "        flight.parts.clear()\n        for part in parts:\n            flight.parts.append(part)\n            if not self._try(",
+        (FAILURES + "a_part_that_ends_at_once_does_not_end_the_transfer",),
+    ),
+    Mutant(
+        "what rises is written to memory that is not ready",
+        "connectors/chain_worker.py",
+        "        if self._upper.slots_ready(slots):",
+        "        if len(slots.pages):",
+        (FAILURES + "what_rises_touches_no_memory_that_a_limit_does_not_leave",),
+    ),
+    Mutant(
+        "one chunk without memory takes all free slots out of use",
+        "connectors/cpu.py",
+        "                chunks=pool.chunks,\n",
+        "",
+        (
+            "tests/connectors/test_pool_chunks.py::test_slots_that_have_memory_are_used_though_others_found_none",
+        ),
+    ),
+    Mutant(
+        "what was read from the disk does not go on to the device",
+        "connectors/chain_worker.py",
+        "        if part.kind is _Kind.MOVE or not good.any():",
+        "        if part.kind is not _Kind.READY or not good.any():",
         (CHAIN + "what_is_stored_sinks_to_the_disk_and_is_there_after_a_restart",),
         BROKEN,
     ),
     Mutant(
         "what rose is forgotten",
         "connectors/chain_scheduler.py",
-        "            part = replace(part, id=reserved.id, direction=Direction.STORE, gone=None)",
-        "            part = replace(part, id=reserved.id, direction=Direction.STORE, ok=ok * 0)",
+        "            part = replace(part, id=reserved.id, direction=Direction.STORE)",
+        "            part = replace(part, id=reserved.id, direction=Direction.STORE, ok=part.ok * 0)",
         (CHAIN + "what_is_stored_sinks_to_the_disk_and_is_there_after_a_restart",),
         BROKEN,
     ),
@@ -171,10 +204,9 @@ TIERS = [
     Mutant(
         "host memory goes while the disk reads it",
         "connectors/chain_worker.py",
-        "        if closed:\n            closed = self._upper.close(",
-        "        if True:\n            closed = self._upper.close(",
-        (CHAIN + "close_ends_the_disk_first_and_waits_for_it",),
-        ("crash",),
+        "        self._give_back = self._upper.lend_slots()\n",
+        "        self._give_back = lambda: None\n",
+        (CHAIN + "a_chain_that_is_let_go_of_while_a_page_sinks_keeps_its_memory",),
     ),
     Mutant(
         "what is in use above grows old below",

@@ -9,8 +9,9 @@ from tiers.disk_pieces import disk
 
 from kvcache.connectors.base import Connector
 from kvcache.connectors.chain import ChainConnector
+from kvcache.connectors.chain_scheduler import ChainScheduler
 from kvcache.connectors.cpu import CpuConnector, native_copy
-from kvcache.connectors.testing import Setup
+from kvcache.connectors.testing import Rig, Setup
 
 
 def host_over_disk(
@@ -39,6 +40,17 @@ def host_over_disk(
     )
     below = setup if gate_disk else Setup(**{**_fields(setup), "before_copy": _pass})
     return ChainConnector(upper, disk(below, folder, **options), behind=behind)
+
+
+def tiers_of(connector: Connector) -> tuple[Connector, Connector]:
+    """The upper one and the lower one."""
+    assert isinstance(connector.scheduler, ChainScheduler)
+    return connector.scheduler.tiers
+
+
+def tiers(r: Rig) -> tuple[Connector, Connector]:
+    """Those of a rig's chain."""
+    return tiers_of(r.connector)
 
 
 def _pass() -> None:
