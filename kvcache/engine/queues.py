@@ -11,6 +11,7 @@ Pages are held by those that run or load.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcache.connectors.driver import Offload
@@ -59,12 +60,22 @@ def rank(request: Request) -> tuple[float, int]:
 class Queues:
     """Keeps the manager and the tier informed of what becomes of each request.
 
+    Args:
+        move_pages: does the copies that the manager asks for; called before a transfer is submitted
+            in the middle of a step. A request may be aborted or preempted from inside of it.
+
     Attributes:
         waiting, running: by rank.
         loading: by handle.
     """
 
-    def __init__(self, manager: Manager, offload: Offload | None, costs: Costs) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        offload: Offload | None,
+        costs: Costs,
+        move_pages: Callable[[], None],
+    ) -> None:
         self.counters = Counters()
         self.costs = costs
         self.waiting: list[Request] = []
@@ -72,6 +83,7 @@ class Queues:
         self.loading: dict[int, Request] = {}
         self._manager = manager
         self._offload = offload
+        self._move_pages = move_pages
         self._open: dict[int, Request] = {}
         """In order of arrival."""
         self.oldest: Request | None = None
@@ -121,6 +133,7 @@ class Queues:
         # What it computed last got keys just now: held by their stores, before others take the pages.
         if self.costs.keeping_pays(hit_bytes(self._manager.geometry, 0, computed), computed):
             self.counters.kept_preemptions += 1
+            self._move_pages()
             self._offload.end_of_step()
 
     def drop_loads(self) -> None:

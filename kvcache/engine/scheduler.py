@@ -70,8 +70,7 @@ class Scheduler(Room):
         manager: pages and keys; only this scheduler allocates from it.
         offload: the tier below, or None.
         costs: says what to load of it.
-        move_pages: does the copies that the manager asks for; called before a load is submitted.
-            The caller does the same before it computes.
+        move_pages: see `Queues`. The caller does the same before it computes.
         token_budget: most tokens of one step, all requests together.
         max_requests: most requests that run or load at one time.
         draft_tokens: most guesses of a decoding request in one step.
@@ -95,8 +94,7 @@ class Scheduler(Room):
                 f"token_budget is {token_budget}: below max_requests ({max_requests}), one prefill"
                 " could wait for ever behind the decodes; raise it or lower max_requests"
             )
-        super().__init__(manager, offload, costs, draft_tokens=draft_tokens)
-        self._move_pages = move_pages
+        super().__init__(manager, offload, costs, move_pages, draft_tokens=draft_tokens)
         self._budget = token_budget
         self._max_requests = max_requests
         self._resume_at = FIRST
@@ -142,6 +140,8 @@ class Scheduler(Room):
                 return grant.end - grant.start
         if self._offload is not None and request is self.oldest:
             self._make_room_early(request, end)
+            if request.status is not Status.RUNNING:
+                return None  # aborted or preempted from inside the runner
         grant = self._grant(request, request.computed, end) or self._make_room(request, end)
         return None if grant is None else self._commit(batch, request, grant)
 
@@ -184,6 +184,8 @@ class Scheduler(Room):
             if request is not self.oldest and self._manager.stats().frozen:
                 return None
             self.preempt(victim)
+            if request.status is not Status.WAITING:
+                return 0  # aborted from inside the runner
         return used
 
     def _only_oldest(self, batch: list[Work], budget: int) -> None:
