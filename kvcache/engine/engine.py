@@ -212,6 +212,7 @@ class Engine(Pauses):
             self._idle()
         if self.settings.debug:
             self._manager.check()
+            self.scheduler.check()
         events, self._events = self._events, []
         return events
 
@@ -322,6 +323,7 @@ class Engine(Pauses):
         before = request.recomputed_tokens
         request.advance(work.start + len(tokens) if work.drafts else work.end)
         if work.drafts:
+            request.granted = request.computed  # pages of wrong guesses are gone
             self._chunks.cut_tables(request)
         counters.recomputed_tokens += request.recomputed_tokens - before
         if request.remaining > 0:

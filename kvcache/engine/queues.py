@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcache.connectors.driver import Offload
+from kvcache.core.errors import InvariantError
 from kvcache.core.manager import Manager
 from kvcache.core.records import Grant, Hit
 from kvcache.engine.costs import Costs, hit_bytes
@@ -95,6 +96,20 @@ class Queues:
     def busy(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self.waiting or self.running or self.loading)
+
+    def check(self) -> None:
+        """Between steps: raise `InvariantError` if a request is in a wrong queue or still in a step."""
+        queues = [*self.waiting, *self.running, *self.loading.values()]
+        statuses = [Status.WAITING] * len(self.waiting) + [Status.RUNNING] * len(self.running)
+        statuses += [Status.LOADING] * len(self.loading)
+        for request, status in zip(queues, statuses, strict=True):
+            if request.status is not status or request.in_step:
+                raise InvariantError(
+                    f"request {request.id} is {request.status.value} among those {status.value}, has"
+                    f" pages for {request.granted} tokens and computed {request.computed}"
+                )
+        if sorted(request.id for request in queues) != sorted(self._open):
+            raise InvariantError(f"{len(self._open)} requests are open, {len(queues)} are queued")
 
     # ---- entering and leaving ------------------------------------------------------------------
 

@@ -196,6 +196,8 @@ class Course:
     restarting: bool
     """Nothing lives on between turns but the files of a tier."""
     interval_tokens: int
+    lazy_bytes: int | None
+    """The tier stores what is evicted next; None: at once."""
     sharding: str
     """One of `SHARDINGS`."""
     seed: int
@@ -219,6 +221,7 @@ def draw(world: World, seed: int) -> Course:
         forgetting=bool(tier) and rng.random() < 0.7,
         restarting=tier in ("disk", "chain") and rng.random() < 0.5,
         interval_tokens=rng.choice([0, 0, grid, 3 * grid]),
+        lazy_bytes=rng.choice([None, 4096, 65536]),
         sharding=sharding,
         seed=seed,
     )
@@ -252,7 +255,7 @@ class Play(Engine):
         offload = None
         if course.tier:
             connector = TIERS[course.tier](world.model, course.tier_pages, folder)
-            offload = Offload(manager, connector, runner.regions())
+            offload = Offload(manager, connector, runner.regions(), lazy_bytes=course.lazy_bytes)
         settings = EngineSettings(
             token_budget=course.token_budget, max_requests=course.max_requests, debug=True
         )

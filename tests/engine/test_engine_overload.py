@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from engine.rig import DRAIN_SECONDS, rig, tokens
+from engine.stamp_guesser import DRAFT_TOKENS, StampGuesser
 from engine.stamp_runner import expected_output, stamp_geometry
 
 from kvcache import Manager, Sparse
@@ -82,6 +83,48 @@ def test_stamped_requests_all_end_right(states: int, tier: bool) -> None:
         assert counters.finished_requests == REQUESTS
         assert r.held == 0
         assert r.manager.stats()[:4] == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("movable", [False, True])
+@pytest.mark.parametrize("spread", [1, 4])
+@pytest.mark.parametrize(
+    ("blocks", "states", "spare", "lazy_bytes"),
+    [((16,), 0, 0, None), ((16,), 0, 12, 3000), ((4, 8), 1, 4, None), ((8,), 1, 4, 30_000)],
+)
+def test_long_answers_with_wrong_guesses_all_end(
+    blocks: tuple[int, ...], states: int, spare: int, lazy_bytes: int | None, spread: int,
+    movable: bool,
+) -> None:  # fmt: skip
+    """Nobody is given up: what was granted for a wrong guess keeps nobody from making room."""
+    geometry = stamp_geometry(*blocks, states=states, drafts=DRAFT_TOKENS)
+    for seed in range(2):
+        rng = random.Random(seed)
+        with rig(
+            geometry.slabs_needed(40 + 80 + 2 * DRAFT_TOKENS) + spare, *blocks, states=states,
+            drafts=DRAFT_TOKENS, movable=movable, lazy_bytes=lazy_bytes, max_requests=6,
+            tier_pages=[400] * len(geometry.groups) if lazy_bytes else None,
+            runner_type=StampGuesser,
+        ) as r:  # fmt: skip
+            wanted = {}
+            for i in range(8):
+                prompt = tokens(rng.randrange(20, 40), 1000 * seed + i)
+                request = r.engine.add_request(
+                    prompt, max_new_tokens=80, priority=rng.randrange(spread)
+                )
+                wanted[request] = expected_output(prompt, 80)
+            got: dict[int, list[int]] = {request: [] for request in wanted}
+            idle = 0
+            while r.engine.busy:
+                steps = r.engine.counters.steps
+                for event in r.engine.step():
+                    if isinstance(event, Token):
+                        got[event.request].append(event.token)
+                idle = idle + 1 if r.engine.counters.steps == steps else 0
+                assert idle < 5000, "nobody gets on"
+            assert got == wanted
+            assert r.engine.counters.preemptions > 0
+            assert r.engine.counters.accepted_tokens < r.engine.counters.proposed_tokens
+            assert r.held == 0
 
 
 def test_a_real_model_ends_them_all() -> None:

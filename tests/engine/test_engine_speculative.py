@@ -9,7 +9,9 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-from engine.rig import DRAIN_SECONDS
+from engine.rig import DRAIN_SECONDS, rig, tokens
+from engine.stamp_guesser import DRAFT_TOKENS, StampGuesser
+from engine.stamp_runner import stamp_geometry
 
 from kvcache import ConfigError, Manager, MisuseError, Sparse
 from kvcache.connectors.cpu import CpuConnector
@@ -188,6 +190,46 @@ def test_an_abort_from_inside_the_runner_leaves_nothing_of_its_guesses() -> None
         reasons = [e.reason for e in events if hasattr(e, "reason")]
     assert reasons == [Reason.ABORT]
     assert sum(c.held for c in manager.arena_stats().classes) == 0
+
+
+def test_an_error_of_the_runner_ends_the_requests_of_its_batch_alone() -> None:
+    """Also where a request that is blocked now had wrong guesses in the step before."""
+    slabs = stamp_geometry(16, drafts=DRAFT_TOKENS).slabs_needed(40 + 80 + 2 * DRAFT_TOKENS)
+    rng = random.Random(0)
+    with rig(
+        slabs, drafts=DRAFT_TOKENS, runner_type=StampGuesser, max_requests=6, debug=False
+    ) as r:
+        ids = [
+            r.engine.add_request(tokens(30, i), max_new_tokens=80, priority=rng.randrange(4))
+            for i in range(8)
+        ]
+        inner, wrong, failed = r.runner.run_guessing, set[int](), set[int]()  # type: ignore[attr-defined]
+
+        def failing(chunks: Sequence[Chunk]) -> list[Guesses]:
+            running = r.engine.scheduler.running
+            batch = [
+                next(q.id for q in running if np.shares_memory(chunk.tokens, q.tokens))
+                for chunk in chunks
+            ]
+            if wrong & {q.id for q in running} - set(batch):
+                failed.update(batch)
+                raise OSError("injected")
+            guesses: list[Guesses] = inner(chunks)
+            pairs = zip(chunks, guesses, strict=True)
+            short = [len(each.tokens) <= chunk.drafts for chunk, each in pairs]
+            wrong.clear()
+            wrong.update(i for i, less in zip(batch, short, strict=True) if less)
+            return guesses
+
+        r.runner.run_guessing = failing  # type: ignore[attr-defined]
+        with pytest.raises(OSError, match="injected"):
+            r.engine.run()
+        wrong.clear()
+        r.runner.run_guessing = inner  # type: ignore[attr-defined]
+        results = r.engine.run()
+        ended = {i for i in ids if i in results and results[i].reason is Reason.ERROR}
+        assert ended == failed < set(ids)
+        assert r.held == 0
 
 
 def test_drafts_after_no_guess_are_misuse() -> None:
