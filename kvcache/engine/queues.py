@@ -123,7 +123,7 @@ class Queues:
         """Take a request out, in any state. The caller closes it in the manager right after."""
         if request.status is Status.LOADING:
             del self.loading[request.id]
-            self._wake(request)
+            self._wake(request, came=False)
         else:
             (self.waiting if request.status is Status.WAITING else self.running).remove(request)
         request.status = Status.DONE
@@ -156,7 +156,7 @@ class Queues:
         for request in list(self.loading.values()):
             assert self._offload is not None
             del self.loading[request.id]
-            self._wake(request)
+            self._wake(request, came=False)
             self._offload.release(request.id)
             self._manager.preempt(request.id)
             self._wait_again(request)
@@ -177,7 +177,7 @@ class Queues:
             if request is None:
                 continue
             ended += 1
-            self._wake(request)
+            self._wake(request, came=ok)
             if ok:
                 self._run(request, *request.adopting)
             else:
@@ -185,11 +185,12 @@ class Queues:
                 self._wait_again(request)
         return ended
 
-    def _wake(self, loaded: Request) -> None:
-        """Its load has ended: who waited for it is looked up again."""
+    def _wake(self, loaded: Request, *, came: bool) -> None:
+        """Its load has ended, maybe without success: who waited for it is looked up again."""
         for request in self.waiting:
             if request.awaits is loaded:
                 request.awaits = None
+                request.awaited_tokens *= came
 
     def _run(self, request: Request, device_tokens: int, host_tokens: int) -> None:
         request.adopt(device_tokens, host_tokens)

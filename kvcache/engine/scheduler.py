@@ -45,6 +45,9 @@ from kvcache.engine.room import Room
 MAX_LOOKUPS = 64
 """In one step; more waiting requests have their turn in the next one."""
 
+GOOD_PART = 0.5
+"""Of what a request lacks: a load in flight that brings less of it is not waited for."""
+
 FIRST = (-math.inf, 0)
 """Before every rank."""
 
@@ -327,18 +330,18 @@ class Scheduler(Room):
         return alone
 
     def _comes_by_itself(self, request: Request, hit: Hit, batch: list[Work]) -> bool:
-        """Whether a load in flight or this step brings more of the prompt than is there now.
+        """Whether to wait for a load in flight, or for what is computed in this step or a later one.
 
-        If it is a load, the request waits for its end, and the tier lets go what it held for it:
-        after the load it is on the device.
+        Worth a wait is a load that brings a good part of what the request lacks, which a load of
+        its own would bring once more, and a prefill that gets farther than what is there now or
+        soon. While it waits for a load the request holds nothing in the tier.
         """
         most = max(hit.hit_tokens, hit.pending_tokens)
-        for other in self.loading.values() if most > hit.device_tokens else ():
-            if (
-                common_tokens(self._manager, request, other, min(most, other.granted))
-                > hit.device_tokens
-            ):
-                request.awaits = other
+        there = max(hit.device_tokens, request.awaited_tokens)
+        for other in self.loading.values() if most > there else ():
+            shared = common_tokens(self._manager, request, other, min(most, other.granted))
+            if shared - there >= GOOD_PART * (most - there):
+                request.awaits, request.awaited_tokens = other, shared
                 if self._offload is not None:
                     self._offload.release(request.id)
                 return True
