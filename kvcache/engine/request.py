@@ -162,6 +162,8 @@ class Request:
     """While it decodes with a draft model: the draft of its next token; -1: none."""
     instead: tuple[int, int] | None = None
     """Tokens [begin, end) that its last lookup left in the tier because computing is cheaper."""
+    excess_seconds: float = 0.0
+    """How much longer the load that its last lookup is for takes than computing, by estimate."""
     awaits: Request | None = None
     """While it waits: the request whose load brings what it needs. Not looked at until that ends."""
     awaited_tokens: int = 0

@@ -270,6 +270,7 @@ class Scheduler(Room):
         if self._offload is not None and not self._offload.start_load(request.id, grant):
             self._wait_again(request)  # the tier's queue is full
         elif grant.load:
+            self.costs.note_load_begun(request.excess_seconds)
             self._park(request, hit, grant)
         else:
             self._run(request, grant.hit_tokens, 0)
@@ -319,11 +320,17 @@ class Scheduler(Room):
         assert self._offload is not None
         geometry, costs, waiting = self._manager.geometry, self.costs, self._offload.loading_bytes
         begin, end = hit.device_tokens, hit.hit_tokens
-        if costs.load_pays(waiting + hit_bytes(geometry, begin, end), begin, end):
+        request.excess_seconds = costs.excess_seconds(
+            waiting + hit_bytes(geometry, begin, end), begin, end
+        )
+        if costs.affords(request.excess_seconds):
             return hit
         alone = self._manager.lookup(request.id)
         there = max(alone.hit_tokens, alone.junction)  # full groups may reach farther than states
-        if there > begin and costs.load_pays(waiting + hit_bytes(geometry, there, end), begin, end):
+        request.excess_seconds = costs.excess_seconds(
+            waiting + hit_bytes(geometry, there, end), begin, end
+        )
+        if there > begin and costs.affords(request.excess_seconds):
             return self._offload.lookup(request.id)
         request.instead = (alone.hit_tokens, end)
         self._offload.release(request.id)
