@@ -39,8 +39,11 @@ MIXED: tuple[LayerSettings, ...] = (GatedDeltaLayer(), FullLayer(window=20), Ful
 POOLED: tuple[LayerSettings, ...] = (CompressedLayer(), FullLayer())
 
 
-def model_of(layers: tuple[LayerSettings, ...], seed: int = 1) -> Model:
-    settings = HybridSettings(layers=layers, width=32, hidden=32, context_tokens=512)
+CONTEXTS = (256, 512, 1024)
+
+
+def model_of(layers: tuple[LayerSettings, ...], seed: int = 1, context: int = 512) -> Model:
+    settings = HybridSettings(layers=layers, width=32, hidden=32, context_tokens=context)
     return Model(random_weights(settings, seed), block_tokens=8, exact=True)
 
 
@@ -170,6 +173,29 @@ def test_models_that_do_not_fit_together_are_refused() -> None:
         SpeculativeRunner(model_of(FULL), model_of(FULL), 10, draft_tokens=0)
     with pytest.raises(ConfigError, match="layers"):
         first_layers(model_of(FULL).weights, 3)
+
+
+def test_keys_depend_on_the_draft_model() -> None:
+    model = model_of(FULL)
+    drafts = [model_of(FULL, seed) for seed in (2, 3)] + [model_of(POOLED[1:], 2)]
+    prints = {SpeculativeRunner(model, draft, 10).fingerprint() for draft in drafts}
+    prints |= {SpeculativeRunner(model_of(FULL, 2), drafts[0], 10).fingerprint()}
+    assert len(prints | {model.fingerprint(), TorchRunner(model, 10).fingerprint()}) == 5
+    assert TorchRunner(model, 10).fingerprint() == model.fingerprint()
+    assert SpeculativeRunner(model, model_of(FULL, 2), 10).fingerprint() in prints
+
+
+def test_new_weights_have_their_own_context_as_far_as_the_draft_model_goes() -> None:
+    short, model, long = (model_of(FULL, seed, context) for seed, context in enumerate(CONTEXTS))
+    for runner, most in (
+        (TorchRunner(model, 10), CONTEXTS[2]),
+        (SpeculativeRunner(model, model, 10), CONTEXTS[1]),
+    ):
+        assert runner.context_tokens == CONTEXTS[1]
+        runner.set_model(short)
+        assert runner.context_tokens == CONTEXTS[0]
+        runner.set_model(long)
+        assert runner.context_tokens == most
 
 
 def test_an_abort_from_inside_the_runner_leaves_nothing_of_its_guesses() -> None:
