@@ -91,6 +91,7 @@ class Queues:
         """Of all that are open: the one that the manager keeps room for, whatever its rank."""
         self._refused: Request | None = None
         self._refused_at: list[int] = []
+        self._refused_beside: set[int] = set()
 
     @property
     def busy(self) -> bool:
@@ -215,9 +216,14 @@ class Queues:
         """Pages with a reference, of each size class."""
         return [c.held for c in self._manager.arena_stats().classes]
 
+    def _prefilled(self) -> set[int]:
+        """Running requests whose prompts are on the device."""
+        return {request.id for request in self.running if request.remaining <= 1}
+
     def _note_refusal(self, request: Request) -> None:
-        """There was no space for it: it is not asked again before some comes free."""
+        """There was no space for it: it is not asked again before that may be otherwise."""
         self._refused, self._refused_at = request, self._held()
+        self._refused_beside = self._prefilled()
 
     def _forget_refusal(self) -> None:
         self._refused = None
@@ -226,7 +232,10 @@ class Queues:
         return request is self._refused
 
     def _still_full(self) -> bool:
-        """No page came free since a request was refused: asking again would change nothing."""
-        if not (self.running or self.loading):
+        """Asking again would change nothing.
+
+        Since the request was refused no page came free, and no prompt that it may begin with came.
+        """
+        if not (self.running or self.loading) or not self._prefilled() <= self._refused_beside:
             return False
         return all(n >= m for n, m in zip(self._held(), self._refused_at, strict=True))

@@ -270,3 +270,30 @@ def test_who_waited_for_a_load_that_failed_waits_for_the_next_one() -> None:
         assert [q.awaits is not None for q in r.engine.scheduler.waiting].count(True) > 0
         gate.open.set()
         finish(r, wanted)
+
+
+def test_who_was_refused_is_asked_again_when_a_load_has_brought_a_part_of_what_it_needs() -> None:
+    """Beside the one that loaded there is room for the rest alone; no page comes free before."""
+    with gated({}, 26) as (r, gate):
+        texts = [[*PREFIX[:64], *tokens(own, own)] for own in (160, 128)]
+        for text in texts:
+            generate(r.engine, text, 1)
+        evict_all(r)
+        gate.open.clear()
+        wanted = {}
+        for text, count in zip(texts, (12, 4), strict=True):
+            request = r.engine.add_request([*text, 1, 2], max_new_tokens=count)
+            wanted[request] = expected_output([*text, 1, 2], count)
+        first, second = wanted
+        for _ in range(3):
+            r.engine.step()
+        assert list(r.engine.scheduler.loading) == [first]
+        assert [q.id for q in r.engine.scheduler.waiting] == [second]
+        gate.open.set()
+        assert r.offload is not None
+        assert r.offload.wait(DRAIN_SECONDS)
+        for _ in range(3):
+            r.engine.step()
+        assert not r.engine.scheduler.waiting
+        assert len(r.engine.scheduler.running) + len(r.engine.scheduler.loading) == 2
+        finish(r, wanted)
