@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +17,16 @@ from kvcache import Manager, Sparse
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.driver import Offload
 from kvcache.engine.engine import Engine, EngineSettings
+from kvcache.engine.model import Model
+from kvcache.engine.queues import Counters
 from kvcache.engine.request import Reason, Token
 from kvcache.engine.runner import TorchRunner
+from kvcache.engine.smollm2 import load_model
 from kvcache.engine.tiny import build_model
 
 torch.set_num_threads(1)
+
+LOG = logging.getLogger(__name__)
 
 REQUESTS = 200
 SHARE = 20
@@ -127,14 +135,18 @@ def test_long_answers_with_wrong_guesses_all_end(
             assert r.held == 0
 
 
-def test_a_real_model_ends_them_all() -> None:
-    model, rng = build_model(1), random.Random(1)
-    shared = [rng.randrange(256) for _ in range(40)]
+def run_model(model: Model, longest: int, most: int, pages: Sequence[int]) -> Counters:
+    """Requests with up to `longest` tokens of a common beginning and `most` of output."""
+    rng = random.Random(1)
+    shared = [rng.randrange(256) for _ in range(longest)]
     prompts = [
-        [*shared[: rng.randrange(40)], *(rng.randrange(256) for _ in range(rng.randrange(1, 12)))]
+        [
+            *shared[: rng.randrange(longest)],
+            *(rng.randrange(256) for _ in range(rng.randrange(1, most))),
+        ]
         for _ in range(REQUESTS)
     ]
-    counts = [rng.randrange(1, 12) for _ in prompts]
+    counts = [rng.randrange(1, most) for _ in prompts]
     geometry = model.geometry
     slabs = (
         sum(geometry.slabs_needed(len(p) + c) for p, c in zip(prompts, counts, strict=True))
@@ -142,7 +154,7 @@ def test_a_real_model_ends_them_all() -> None:
     )
     runner = TorchRunner(model, slabs)
     manager = Manager(geometry, slabs=slabs, retention=Sparse(), movable=True)
-    offload = Offload(manager, CpuConnector(geometry, pages=[300, 100]), runner.regions())
+    offload = Offload(manager, CpuConnector(geometry, pages=pages), runner.regions())
     settings = EngineSettings(token_budget=128, max_requests=16)
     engine = Engine(runner, manager, offload, settings=settings)
     try:
@@ -153,9 +165,25 @@ def test_a_real_model_ends_them_all() -> None:
         offload.check()
         manager.check()
         assert sum(c.held for c in manager.arena_stats().classes) == 0
-        counters = engine.counters
-        assert counters.scheduler_seconds > 0
-        assert counters.runner_seconds > 0
-        assert counters.tier_seconds > 0
+        return engine.counters
     finally:
         offload.close()
+
+
+def test_a_real_model_ends_them_all() -> None:
+    counters = run_model(build_model(1), 40, 12, [300, 100])
+    assert counters.scheduler_seconds > 0
+    assert counters.runner_seconds > 0
+    assert counters.tier_seconds > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_smollm2_ends_them_all(smollm2_path: Path) -> None:
+    """Where the time of its steps went: `pytest -k smollm2_ends --log-cli-level INFO`."""
+    counters = run_model(load_model(smollm2_path), 60, 14, [300])
+    assert counters.preemptions > 0
+    parts = counters.runner_seconds, counters.tier_seconds, counters.scheduler_seconds
+    assert min(parts) > 0
+    shares = [100 * part / sum(parts) for part in parts]
+    LOG.info("%d steps: runner %.2f %%, tier %.2f %%, scheduler %.2f %%", counters.steps, *shares)
