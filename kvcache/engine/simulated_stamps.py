@@ -1,4 +1,4 @@
-"""What lies in simulated pages: a stamp each, in place of their bytes.
+"""What lies in simulated pages: one stamp each, in place of their bytes.
 
 The stamp of a page is the token that its content ends with, and how many tokens that are from the
 begin: of a page of tokens the last one written, of a recurrent state the last one in it. Tokens of
