@@ -141,7 +141,7 @@ class ChainScheduler(TierScheduler):
                     promise.below = promise.below._replace(digests=digests)
                     self._lower.narrow(promise.below)
                 promise.signature, promise.upper = signature_of(keys), found
-                promise.lower, promise.present = None, found
+                promise.lower, promise.far, promise.present = None, None, found
         self.lookup(keys)
 
     @property

@@ -60,7 +60,8 @@ class Runner(Protocol):
     def move_pages(self, moves: NDArray[np.void]) -> None:
         """Copy pages that changed their place, in this order: `[n]` of `MOVE_DTYPE`, often none.
 
-        Called before anything is read or written that was handed out since.
+        Called before anything is read, written or stored that was handed out since. It may call the
+        engine (`abort`, `preempt`) once the copies are done.
         """
 
 

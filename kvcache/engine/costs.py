@@ -151,17 +151,23 @@ class Costs:
         steps = -(-tokens // self._chunk_tokens)
         return self._compute.seconds((steps, tokens, tokens * (start + end) / 2))
 
-    def load_pays(self, loaded: LoadBytes, start: int, end: int) -> bool:
-        """Whether to load what tokens [start, end) need. A try of a dear load is paid for here."""
-        if self.loads is not Loads.AUTO:
-            return self.loads is Loads.ALWAYS
+    def excess_seconds(self, loaded: LoadBytes, start: int, end: int) -> float:
+        """What loading tokens [start, end) takes longer than computing them.
+
+        0: it does not, or there is no choice, or nothing is known.
+        """
         load, compute = self.load_seconds(loaded), self.compute_seconds(start, end)
-        if load is None or compute is None or load <= compute:
-            return True
-        if load - compute > self._credit_seconds:
-            return False
-        self._credit_seconds -= load - compute
-        return True
+        if self.loads is not Loads.AUTO or load is None or compute is None:
+            return 0.0
+        return max(0.0, load - compute)
+
+    def affords(self, excess_seconds: float) -> bool:
+        """Whether to load what takes so much longer than computing: if nothing, or now and then."""
+        return self.loads is not Loads.NEVER and excess_seconds <= self._credit_seconds
+
+    def note_load_begun(self, excess_seconds: float) -> None:
+        """A load was submitted that takes so much longer than computing: paid for out of the credit."""
+        self._credit_seconds = max(0.0, self._credit_seconds - excess_seconds)
 
     def note_computed_instead(self, start: int, end: int) -> None:
         """Tokens [start, end) are computed though a tier has them: that earns a try now and then."""

@@ -9,6 +9,7 @@ One step:
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -87,6 +88,9 @@ class Engine(Pauses):
         self._requests: dict[int, Request] = {}
         self._arrivals = 0
         self._events: list[Event] = []
+        """Not told yet: of this step, of an abort, of a step that raised."""
+        self._ended: list[Request] = []
+        """Their end is among those events."""
         self._idle_since: float | None = None
         self._chunks = ChunkMaker(manager, self._guesser)
 
@@ -212,7 +216,9 @@ class Engine(Pauses):
             self._idle()
         if self.settings.debug:
             self._manager.check()
+            self.scheduler.check()
         events, self._events = self._events, []
+        self._ended.clear()
         return events
 
     def _timed(self, call: Callable[[], T]) -> T:
@@ -233,7 +239,11 @@ class Engine(Pauses):
 
     def run(self) -> dict[int, Result]:
         """Step until every request has ended; returns what each of them gave."""
-        outputs: dict[int, list[int]] = {i: list(r.output) for i, r in self._requests.items()}
+        untold = Counter(e.request for e in self._events if isinstance(e, Token))
+        outputs: dict[int, list[int]] = {
+            r.id: list(r.output)[: r.known - r.prompt_tokens - untold[r.id]]
+            for r in [*self._requests.values(), *self._ended]
+        }
         results: dict[int, Result] = {}
         for event in self.stream():
             if isinstance(event, Token):
@@ -322,6 +332,7 @@ class Engine(Pauses):
         before = request.recomputed_tokens
         request.advance(work.start + len(tokens) if work.drafts else work.end)
         if work.drafts:
+            request.granted = request.computed  # pages of wrong guesses are gone
             self._chunks.cut_tables(request)
         counters.recomputed_tokens += request.recomputed_tokens - before
         if request.remaining > 0:
@@ -343,7 +354,7 @@ class Engine(Pauses):
 
     def _close(self, request: Request, reason: Reason) -> None:
         self.scheduler.remove(request)
-        del self._requests[request.id]
+        self._ended.append(self._requests.pop(request.id))
         if reason in (Reason.LENGTH, Reason.STOP):
             self._manager.finish(request.id)
         else:

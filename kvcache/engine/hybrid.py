@@ -32,7 +32,7 @@ class HybridSettings:
     """Of the MLP behind every layer."""
     context_tokens: int = 1 << 15
     name: str = ""
-    """Of the model, in place of one made from the settings."""
+    """What the model is called, in place of one made from the settings. Keys depend on these, too."""
 
     def __post_init__(self) -> None:
         require_positive(self, "width", "hidden", "context_tokens")
@@ -72,4 +72,5 @@ def random_weights(settings: HybridSettings, seed: int = 0) -> Weights:
         head=random.matrix(vocabulary, width),
         epsilon=EPSILON,
         context_tokens=settings.context_tokens,
+        digest=digest,
     )

@@ -59,7 +59,7 @@ class Weights:
     """All weights of a model, fp32. Shared by every `Model` made from them."""
 
     name: str
-    """Of the model and its weights: part of every cache key's root."""
+    """Of the model and its weights: part of every cache key's root, as `digest` is."""
     embed: Tensor
     """`[vocabulary, width]`."""
     layers: Sequence[Layer]
@@ -68,6 +68,8 @@ class Weights:
     """`[vocabulary, width]`; may be `embed`."""
     epsilon: float
     context_tokens: int
+    digest: str = ""
+    """Of what the weights were made from, where the name does not tell it."""
 
 
 class Model:
@@ -151,7 +153,9 @@ class Model:
 
     def fingerprint(self) -> Fingerprint:
         """What the manager hashes into every key: these weights, and K and V as they are stored."""
-        return Fingerprint(model=self.name, kv_dtype=self.kv_dtype)
+        digest = self.weights.digest
+        name = f"{self.name}-{digest}" if digest else self.name
+        return Fingerprint(model=name, kv_dtype=self.kv_dtype)
 
     def caches(self, storage: PagedStorage, rank: int = 0) -> list[object]:
         """What each layer's forward takes of a rank: its part of its groups' pages."""

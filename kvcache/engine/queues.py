@@ -11,9 +11,11 @@ Pages are held by those that run or load.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcache.connectors.driver import Offload
+from kvcache.core.errors import InvariantError
 from kvcache.core.manager import Manager
 from kvcache.core.records import Grant, Hit
 from kvcache.engine.costs import Costs, hit_bytes
@@ -59,12 +61,22 @@ def rank(request: Request) -> tuple[float, int]:
 class Queues:
     """Keeps the manager and the tier informed of what becomes of each request.
 
+    Args:
+        move_pages: does the copies that the manager asks for; called before a transfer is submitted
+            in the middle of a step. A request may be aborted or preempted from inside of it.
+
     Attributes:
         waiting, running: by rank.
         loading: by handle.
     """
 
-    def __init__(self, manager: Manager, offload: Offload | None, costs: Costs) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        offload: Offload | None,
+        costs: Costs,
+        move_pages: Callable[[], None],
+    ) -> None:
         self.counters = Counters()
         self.costs = costs
         self.waiting: list[Request] = []
@@ -72,17 +84,33 @@ class Queues:
         self.loading: dict[int, Request] = {}
         self._manager = manager
         self._offload = offload
+        self._move_pages = move_pages
         self._open: dict[int, Request] = {}
         """In order of arrival."""
         self.oldest: Request | None = None
         """Of all that are open: the one that the manager keeps room for, whatever its rank."""
         self._refused: Request | None = None
         self._refused_at: list[int] = []
+        self._refused_beside: set[int] = set()
 
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self.waiting or self.running or self.loading)
+
+    def check(self) -> None:
+        """Between steps: raise `InvariantError` if a request is in a wrong queue or still in a step."""
+        queues = [*self.waiting, *self.running, *self.loading.values()]
+        statuses = [Status.WAITING] * len(self.waiting) + [Status.RUNNING] * len(self.running)
+        statuses += [Status.LOADING] * len(self.loading)
+        for request, status in zip(queues, statuses, strict=True):
+            if request.status is not status or request.in_step:
+                raise InvariantError(
+                    f"request {request.id} is {request.status.value} among those {status.value}, has"
+                    f" pages for {request.granted} tokens and computed {request.computed}"
+                )
+        if sorted(request.id for request in queues) != sorted(self._open):
+            raise InvariantError(f"{len(self._open)} requests are open, {len(queues)} are queued")
 
     # ---- entering and leaving ------------------------------------------------------------------
 
@@ -96,7 +124,7 @@ class Queues:
         """Take a request out, in any state. The caller closes it in the manager right after."""
         if request.status is Status.LOADING:
             del self.loading[request.id]
-            self._wake(request)
+            self._wake(request, came=False)
         else:
             (self.waiting if request.status is Status.WAITING else self.running).remove(request)
         request.status = Status.DONE
@@ -121,6 +149,7 @@ class Queues:
         # What it computed last got keys just now: held by their stores, before others take the pages.
         if self.costs.keeping_pays(hit_bytes(self._manager.geometry, 0, computed), computed):
             self.counters.kept_preemptions += 1
+            self._move_pages()
             self._offload.end_of_step()
 
     def drop_loads(self) -> None:
@@ -128,7 +157,7 @@ class Queues:
         for request in list(self.loading.values()):
             assert self._offload is not None
             del self.loading[request.id]
-            self._wake(request)
+            self._wake(request, came=False)
             self._offload.release(request.id)
             self._manager.preempt(request.id)
             self._wait_again(request)
@@ -149,7 +178,7 @@ class Queues:
             if request is None:
                 continue
             ended += 1
-            self._wake(request)
+            self._wake(request, came=ok)
             if ok:
                 self._run(request, *request.adopting)
             else:
@@ -157,11 +186,12 @@ class Queues:
                 self._wait_again(request)
         return ended
 
-    def _wake(self, loaded: Request) -> None:
-        """Its load has ended: who waited for it is looked up again."""
+    def _wake(self, loaded: Request, *, came: bool) -> None:
+        """Its load has ended, maybe without success: who waited for it is looked up again."""
         for request in self.waiting:
             if request.awaits is loaded:
                 request.awaits = None
+                request.awaited_tokens *= came
 
     def _run(self, request: Request, device_tokens: int, host_tokens: int) -> None:
         request.adopt(device_tokens, host_tokens)
@@ -186,9 +216,14 @@ class Queues:
         """Pages with a reference, of each size class."""
         return [c.held for c in self._manager.arena_stats().classes]
 
+    def _prefilled(self) -> set[int]:
+        """Running requests whose prompts are on the device."""
+        return {request.id for request in self.running if request.remaining <= 1}
+
     def _note_refusal(self, request: Request) -> None:
-        """There was no space for it: it is not asked again before some comes free."""
+        """There was no space for it: it is not asked again before that may be otherwise."""
         self._refused, self._refused_at = request, self._held()
+        self._refused_beside = self._prefilled()
 
     def _forget_refusal(self) -> None:
         self._refused = None
@@ -197,7 +232,10 @@ class Queues:
         return request is self._refused
 
     def _still_full(self) -> bool:
-        """No page came free since a request was refused: asking again would change nothing."""
-        if not (self.running or self.loading):
+        """Asking again would change nothing.
+
+        Since the request was refused no page came free, and no prompt that it may begin with came.
+        """
+        if not (self.running or self.loading) or not self._prefilled() <= self._refused_beside:
             return False
         return all(n >= m for n, m in zip(self._held(), self._refused_at, strict=True))

@@ -162,8 +162,12 @@ class Request:
     """While it decodes with a draft model: the draft of its next token; -1: none."""
     instead: tuple[int, int] | None = None
     """Tokens [begin, end) that its last lookup left in the tier because computing is cheaper."""
+    excess_seconds: float = 0.0
+    """How much longer the load that its last lookup is for takes than computing, by estimate."""
     awaits: Request | None = None
     """While it waits: the request whose load brings what it needs. Not looked at until that ends."""
+    awaited_tokens: int = 0
+    """So many had come, in groups that keep all tokens, when it had waited: no reason to wait again."""
     tables: dict[int, PageTable] = field(default_factory=dict)
     """By group: the pages that the runner was told of. A page that is held keeps its number."""
 
@@ -204,6 +208,7 @@ class Request:
         self.guess = -1
         self.status = Status.WAITING
         self.needs_budget = False
+        self.awaited_tokens = 0
 
     def advance(self, end: int) -> None:
         """The tokens up to `end` were computed."""

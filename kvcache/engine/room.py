@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvcache.connectors.driver import Offload
 from kvcache.core.manager import Manager
 from kvcache.core.records import Grant
@@ -19,9 +21,15 @@ class Room(Queues):
     """
 
     def __init__(
-        self, manager: Manager, offload: Offload | None, costs: Costs, *, draft_tokens: int
+        self,
+        manager: Manager,
+        offload: Offload | None,
+        costs: Costs,
+        move_pages: Callable[[], None],
+        *,
+        draft_tokens: int,
     ) -> None:
-        super().__init__(manager, offload, costs)
+        super().__init__(manager, offload, costs, move_pages)
         self._draft_tokens = draft_tokens
         self._grid = manager.geometry.grid_tokens
 
@@ -66,7 +74,9 @@ class Room(Queues):
 
     def _make_room_early(self, request: Request, end: int) -> None:
         """Preempt others for the oldest before it is refused: after that no store can hold pages."""
-        while lacks_room(self._manager, request.id, end - request.computed):
+        while request.status is Status.RUNNING and lacks_room(
+            self._manager, request.id, end - request.computed
+        ):
             victim = self._victim(request, anybody=True)
             if victim is None:
                 return
@@ -79,6 +89,8 @@ class Room(Queues):
             if victim is None:
                 return None  # those before it hold the space, or loads, pins and steps, which end
             self.preempt(victim)
+            if request.status is not Status.RUNNING:
+                return None  # aborted or preempted from inside the runner
             grant = self._grant(request, request.computed, end)
             if grant is not None:
                 return grant

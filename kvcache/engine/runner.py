@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvcache.connectors.base import PageRegion
 from kvcache.core.errors import ConfigError, InputError, MisuseError
+from kvcache.core.hashing import Fingerprint
 from kvcache.core.layout import Geometry
 from kvcache.core.records import StatePlan
 from kvcache.engine.batch import NOWHERE, first_block, make_batch
@@ -52,6 +53,10 @@ class TorchRunner:
         """The page memory of the first rank."""
         return self.storages[0]
 
+    def fingerprint(self) -> Fingerprint:
+        """What a manager for this runner hashes into every key."""
+        return self.model.fingerprint()
+
     def regions(self) -> list[PageRegion]:
         """The page memory of all ranks, as connectors made with `model.tier_geometry` take it."""
         of_ranks = [storage.regions() for storage in self.storages]
@@ -81,7 +86,7 @@ class TorchRunner:
                 " or is dealt out to other ranks: make a runner and a manager for it"
             )
         self.model = model
-        self.context_tokens = min(self.context_tokens, model.context_tokens)
+        self.context_tokens = model.context_tokens
         self._caches = self._caches_of(model)
 
     @property

@@ -46,6 +46,9 @@ from kvcache.engine.room import Room
 MAX_LOOKUPS = 64
 """In one step; more waiting requests have their turn in the next one."""
 
+GOOD_PART = 0.5
+"""Of what a request lacks: a load in flight that brings less of it is not waited for."""
+
 FIRST = (-math.inf, 0)
 """Before every rank."""
 
@@ -71,8 +74,7 @@ class Scheduler(Room):
         manager: pages and keys; only this scheduler allocates from it.
         offload: the tier below, or None.
         costs: says what to load of it.
-        move_pages: does the copies that the manager asks for; called before a load is submitted.
-            The caller does the same before it computes.
+        move_pages: see `Queues`. The caller does the same before it computes.
         token_budget: most tokens of one step, all requests together.
         max_requests: most requests that run or load at one time.
         draft_tokens: most guesses of a decoding request in one step.
@@ -96,8 +98,7 @@ class Scheduler(Room):
                 f"token_budget is {token_budget}: below max_requests ({max_requests}), one prefill"
                 " could wait for ever behind the decodes; raise it or lower max_requests"
             )
-        super().__init__(manager, offload, costs, draft_tokens=draft_tokens)
-        self._move_pages = move_pages
+        super().__init__(manager, offload, costs, move_pages, draft_tokens=draft_tokens)
         self._budget = token_budget
         self._max_requests = max_requests
         self._resume_at = FIRST
@@ -143,6 +144,8 @@ class Scheduler(Room):
                 return grant.end - grant.start
         if self._offload is not None and request is self.oldest:
             self._make_room_early(request, end)
+            if request.status is not Status.RUNNING:
+                return None  # aborted or preempted from inside the runner
         grant = self._grant(request, request.computed, end) or self._make_room(request, end)
         return None if grant is None else self._commit(batch, request, grant)
 
@@ -185,6 +188,8 @@ class Scheduler(Room):
             if request is not self.oldest and self._manager.stats().frozen:
                 return None
             self.preempt(victim)
+            if request.status is not Status.WAITING:
+                return 0  # aborted from inside the runner
         return used
 
     def _only_oldest(self, batch: list[Work], budget: int) -> None:
@@ -266,6 +271,7 @@ class Scheduler(Room):
         if self._offload is not None and not self._offload.start_load(request.id, grant):
             self._wait_again(request)  # the tier's queue is full
         elif grant.load:
+            self.costs.note_load_begun(request.excess_seconds)
             self._park(request, hit, grant)
         else:
             self._run(request, grant.hit_tokens, 0)
@@ -314,20 +320,20 @@ class Scheduler(Room):
         """
         assert self._offload is not None
         begin, end = hit.device_tokens, hit.hit_tokens
-        if self._load_pays(request, begin, end):
+        if self._affords_load(request, begin, end):
             return hit
         alone = self._manager.lookup(request.id)
         there = max(alone.hit_tokens, alone.junction)  # full groups may reach farther than states
-        if there > begin and self._load_pays(request, begin, end, there):
+        if there > begin and self._affords_load(request, begin, end, there):
             return self._offload.lookup(request.id)
         request.instead = (alone.hit_tokens, end)
         self._offload.release(request.id)
         return alone
 
-    def _load_pays(self, request: Request, begin: int, end: int, there: int = 0) -> bool:
+    def _affords_load(self, request: Request, begin: int, end: int, there: int = 0) -> bool:
         """Whether to load tokens [begin, end), of which the full groups have those before `there`.
 
-        After what is being loaded from the same tiers.
+        After what is being loaded from the same tiers. The request notes what that takes too long.
         """
         assert self._offload is not None
         far, waiting = self._offload.far(request.id), self._offload.loading_bytes
@@ -335,21 +341,22 @@ class Scheduler(Room):
         load = LoadBytes(
             need.near and need.near + waiting.near, need.far and need.far + waiting.far
         )
-        return self.costs.load_pays(load, begin, end)
+        request.excess_seconds = self.costs.excess_seconds(load, begin, end)
+        return self.costs.affords(request.excess_seconds)
 
     def _comes_by_itself(self, request: Request, hit: Hit, batch: list[Work]) -> bool:
-        """Whether a load in flight or this step brings more of the prompt than is there now.
+        """Whether to wait for a load in flight, or for what is computed in this step or a later one.
 
-        If it is a load, the request waits for its end, and the tier lets go what it held for it:
-        after the load it is on the device.
+        Worth a wait is a load that brings a good part of what the request lacks, which a load of
+        its own would bring once more, and a prefill that gets farther than what is there now or
+        soon. While it waits for a load the request holds nothing in the tier.
         """
         most = max(hit.hit_tokens, hit.pending_tokens)
-        for other in self.loading.values() if most > hit.device_tokens else ():
-            if (
-                common_tokens(self._manager, request, other, min(most, other.granted))
-                > hit.device_tokens
-            ):
-                request.awaits = other
+        there = max(hit.device_tokens, request.awaited_tokens)
+        for other in self.loading.values() if most > there else ():
+            shared = common_tokens(self._manager, request, other, min(most, other.granted))
+            if shared - there >= GOOD_PART * (most - there):
+                request.awaits, request.awaited_tokens = other, shared
                 if self._offload is not None:
                     self._offload.release(request.id)
                 return True

@@ -1,9 +1,10 @@
 """What lies in simulated pages: one stamp each, in place of their bytes.
 
-The stamp of a page whose block is complete is the last token of that block. Tokens of simulated
-requests name the prefix that ends in their block, so equal stamps mean equal prefixes; 0 says that
-nothing is known. Stamps move, are stored and loaded with their pages, and every prefill chunk
-compares those before it: a wrong byte of a real engine would be a wrong stamp here.
+The stamp of a page is the token that its content ends with, and how many tokens that are from the
+begin: of a page of tokens the last one written, of a recurrent state the last one in it. Tokens of
+simulated requests name the prefix that ends in their block, so equal stamps mean equal prefixes;
+token 0 says that nothing is known. Stamps move, are stored and loaded with their pages, and every
+prefill chunk compares those that it reads: a wrong byte of a real engine would be a wrong stamp here.
 """
 
 from __future__ import annotations
@@ -33,13 +34,9 @@ class PageStamps:
     def __init__(self, geometry: Geometry, slabs: int, slots: Sequence[int] = ()) -> None:
         self.compared = 0
         self._geometry = geometry
-        self._classes = [np.zeros(slabs * n, np.int32) for n in geometry.pages_per_slab]
-        self._slots = [np.zeros(n, np.int32) for n in slots]
-        self._spans = [
-            (group, rules, geometry.class_of_group[group])
-            for group, rules in enumerate(geometry.rules)
-            if rules.kind in {"full", "span"} and not rules.transient
-        ]
+        self._classes = [np.zeros((slabs * n, 2), np.int64) for n in geometry.pages_per_slab]
+        """For each page the token that its content ends with, and where it ends."""
+        self._slots = [np.zeros((n, 2), np.int64) for n in slots]
 
     def compute(self, chunks: Sequence[Chunk]) -> None:
         """Compare what the chunks read, then write what they compute. O(blocks of their contexts).
@@ -54,35 +51,63 @@ class PageStamps:
             self._write(chunk)
 
     def _compare(self, chunk: Chunk) -> None:
-        tokens = chunk.tokens.base
+        tokens, start = chunk.tokens.base, chunk.start
         assert tokens is not None, "chunks are views of their request's tokens"
-        for group, rules, size_class in self._spans:
-            block, table = rules.block_tokens, chunk.tables[group]
-            assert table is not None
-            first = -(-rules.need_begin(chunk.start) // block) if rules.kind == "span" else 0
-            last = chunk.start // block
-            found = self._classes[size_class][table[first:last]]
-            wanted = tokens[(first + 1) * block - 1 : last * block : block]
-            wrong = np.flatnonzero((found != wanted) & (wanted != 0))
-            if len(wrong):
-                at = int(wrong[0])
-                raise InvariantError(
-                    f"group {self._geometry.groups[group].name!r}: page {int(table[first + at])}, read as"
-                    f" block {first + at}, holds prefix {int(found[at])} and not {int(wanted[at])}"
-                )
-            self.compared += len(found)
+        for group, rules in enumerate(self._geometry.rules):
+            if rules.kind in {"full", "span"}:
+                table, block = chunk.tables[group], rules.block_tokens
+                assert table is not None
+                first = rules.need_begin(start) // block if rules.kind == "span" else 0
+                last = -(-start // block)
+                ends = np.minimum(np.arange(first + 1, last + 1) * block, start)
+                self._require(group, table[first:last], tokens, ends, f"block {first} and on")
+            elif rules.kind == "state" and start:
+                plan = chunk.states[group]
+                assert plan is not None
+                source, ends = np.array([plan.source], np.int32), np.array([start])
+                self._require(group, source, tokens, ends, "state")
+
+    def _require(
+        self,
+        group: int,
+        pages: NDArray[np.int32],
+        tokens: NDArray[np.int32],
+        ends: NDArray[np.int64],
+        role: str,
+    ) -> None:
+        found = self._classes[self._geometry.class_of_group[group]][pages]
+        wanted = tokens[ends - 1]
+        named = (wanted != 0) & (found[:, 0] != wanted)
+        wrong = np.flatnonzero(named | (found[:, 1] != ends) | (pages < 0))
+        if len(wrong):
+            at = int(wrong[0])
+            name = self._geometry.groups[group].name
+            raise InvariantError(
+                f"group {name!r}: page {int(pages[at])}, number {at} read as {role}, holds the"
+                f" {int(found[at, 1])} tokens of prefix {int(found[at, 0])}, not the {int(ends[at])}"
+                f" of {int(wanted[at])}"
+            )
+        self.compared += len(found)
 
     def _write(self, chunk: Chunk) -> None:
         tokens, start, end = chunk.tokens.base, chunk.start, chunk.end
         assert tokens is not None
-        for group, rules, size_class in self._spans:
-            block, table = rules.block_tokens, chunk.tables[group]
-            assert table is not None
-            first, last = start // block, end // block
-            stamps = self._classes[size_class]
-            stamps[table[first:last]] = tokens[(first + 1) * block - 1 : last * block : block]
-            if end % block:
-                stamps[table[last]] = 0
+        for group, rules in enumerate(self._geometry.rules):
+            if rules.kind in {"full", "span"}:
+                table, block = chunk.tables[group], rules.block_tokens
+                assert table is not None
+                first, last = start // block, -(-end // block)
+                pages = table[first:last]
+                ends = np.minimum(np.arange(first + 1, last + 1) * block, end)
+            elif rules.kind == "state":
+                plan = chunk.states[group]
+                assert plan is not None
+                pages, ends = plan.pages, plan.positions
+            else:
+                continue
+            there = pages >= 0
+            stamps = self._classes[self._geometry.class_of_group[group]]
+            stamps[pages[there]] = np.stack([tokens[ends - 1], ends], axis=1)[there]
 
     def move(self, moves: NDArray[np.void]) -> None:
         """Cached pages change their place, one after the other."""

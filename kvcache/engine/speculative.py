@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.core.errors import ConfigError, MisuseError
+from kvcache.core.hashing import Fingerprint
 from kvcache.core.layout import Geometry
 from kvcache.core.specs import RecurrentState
 from kvcache.core.specs.base import GroupSpec, require_positive
@@ -119,6 +120,20 @@ class SpeculativeRunner(TorchRunner):
         self._first = len(model.geometry.groups)
         part = _Part(self.storage, self._first)
         self._draft_caches = [draft.caches(part)]  # type: ignore[arg-type]
+
+    def fingerprint(self) -> Fingerprint:
+        """Of both models: pages of the draft model are under the same keys."""
+        ours, theirs = self.model.fingerprint(), self._draft.fingerprint()
+        return replace(
+            ours,
+            model=f"{ours.model} guessed by {theirs.model}",
+            kv_dtype=f"{ours.kv_dtype} and {theirs.kv_dtype}",
+        )
+
+    def set_model(self, model: Model) -> None:
+        """See `TorchRunner`. The draft model stays."""
+        super().set_model(model)
+        self.context_tokens = min(model.context_tokens, self._draft.context_tokens)
 
     def clear_pages(self, group: int, pages: NDArray[np.int32]) -> None:
         """See `chunk.Guesser`."""

@@ -99,6 +99,8 @@ SHARDINGS = {
 
 SESSIONS, TURNS, NEW_TOKENS = 4, 2, 3
 SHARED_TOKENS = 21
+FEW_PAGES = 6
+"""Slots of a tier that forgets."""
 
 
 class World:
@@ -200,6 +202,8 @@ class Course:
     restarting: bool
     """Nothing lives on between turns but the files of a tier."""
     interval_tokens: int
+    lazy_bytes: int | None
+    """The tier stores what is evicted next, far less than it holds; None: at once."""
     sharding: str
     """One of `SHARDINGS`."""
     seed: int
@@ -212,6 +216,7 @@ def draw(world: World, seed: int) -> Course:
     grid = world.on(sharding).model.geometry.grid_tokens
     tier = rng.choice(["", *TIERS, *TIERS] if sharding == "whole" else [*TIERS])
     max_requests = rng.choice([1, 2, 4])
+    tier_pages = rng.choice([FEW_PAGES, 100, 100])
     return Course(
         token_budget=max(max_requests, rng.choice([5, 9, 17, 33, 200])),
         max_requests=max_requests,
@@ -219,10 +224,11 @@ def draw(world: World, seed: int) -> Course:
         preempting=rng.choice([0.0, 0.1, 0.3]),
         movable=rng.random() < 0.5,
         tier=tier,
-        tier_pages=rng.choice([6, 100, 100]),
+        tier_pages=tier_pages,
         forgetting=bool(tier) and rng.random() < 0.7,
         restarting=tier in ("disk", "chain") and rng.random() < 0.5,
         interval_tokens=rng.choice([0, 0, grid, 3 * grid]),
+        lazy_bytes=rng.choice([None, 1024, 4096]) if tier_pages > FEW_PAGES else None,
         sharding=sharding,
         seed=seed,
     )
@@ -256,7 +262,7 @@ class Play(Engine):
         offload = None
         if course.tier:
             connector = TIERS[course.tier](world.model, course.tier_pages, folder)
-            offload = Offload(manager, connector, runner.regions())
+            offload = Offload(manager, connector, runner.regions(), lazy_bytes=course.lazy_bytes)
         settings = EngineSettings(
             token_budget=course.token_budget, max_requests=course.max_requests, debug=True
         )

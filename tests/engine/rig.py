@@ -62,6 +62,7 @@ def rig(
     runner_type: type[StampRunner] = StampRunner,
     clock: Callable[[], float] = time.perf_counter,
     connector: Callable[[Geometry], Connector] | None = None,
+    lazy_bytes: int | None = None,
     **limits: Any,
 ) -> Iterator[Rig]:
     """`pages`: the arena has room for so many of each group; or a number of slabs.
@@ -80,10 +81,10 @@ def rig(
     runner = runner_type(geometry, slabs)
     offload = None
     if connector is not None:
-        offload = Offload(manager, connector(geometry), runner.regions())
+        offload = Offload(manager, connector(geometry), runner.regions(), lazy_bytes=lazy_bytes)
     elif tier_pages is not None:
         cpu = CpuConnector(geometry, pages=tier_pages, **(tier or {}))
-        offload = Offload(manager, cpu, runner.regions())
+        offload = Offload(manager, cpu, runner.regions(), lazy_bytes=lazy_bytes)
     defaults = {"token_budget": 64, "max_requests": 4, "debug": True, "loads": "always"}
     settings = EngineSettings(**(defaults | limits))
     try:

@@ -40,10 +40,11 @@ class Simulation(NamedTuple):
 
     def add(self, blocks: Sequence[int], prompt: int, output: int) -> int:
         """A request whose full blocks have these numbers."""
-        keys = np.zeros((prompt // BLOCK, 4), "<i8")
-        keys[:, 0] = blocks[: prompt // BLOCK]
+        block = self.manager.geometry.hash_unit_tokens
+        keys = np.zeros((prompt // block, 4), "<i8")
+        keys[:, 0] = blocks[: prompt // block]
         tokens = np.zeros(prompt, np.int32)
-        tokens[: len(keys) * BLOCK] = np.repeat(np.array(blocks[: len(keys)], np.int32) + 1, BLOCK)
+        tokens[: len(keys) * block] = np.repeat(np.array(blocks[: len(keys)], np.int32) + 1, block)
         return self.engine.add_foreign(
             keys.view(np.uint8), prompt_tokens=prompt, max_new_tokens=output, tokens=tokens
         )

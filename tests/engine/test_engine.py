@@ -123,6 +123,42 @@ def test_events_are_the_tokens_in_order_then_the_end() -> None:
         assert not r.engine.busy
 
 
+def test_run_gives_all_tokens_once_though_a_step_raised_after_it_had_them() -> None:
+    with rig([40], tier_pages=[40]) as r:
+        prompts = [tokens(20, i) for i in range(3)]
+        ids = [
+            r.engine.add_request(p, max_new_tokens=n)
+            for p, n in zip(prompts, (6, 3, 9), strict=True)
+        ]
+        assert r.offload is not None
+        inner = r.offload.end_of_step
+
+        def failing() -> None:
+            inner()
+            raise OSError("injected")
+
+        for _ in range(2):
+            r.engine.step()
+        r.offload.end_of_step = failing  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="injected"):
+            r.engine.step()  # the second request ends in it
+        r.offload.end_of_step = inner  # type: ignore[method-assign]
+        results = r.engine.run()
+        for request, prompt, count in zip(ids, prompts, (6, 3, 9), strict=True):
+            assert results[request].reason is Reason.LENGTH
+            assert results[request].tokens == expected_output(prompt, count)
+
+
+def test_run_gives_what_an_aborted_request_had() -> None:
+    with rig([20]) as r:
+        prompt = tokens(20, 1)
+        request = r.engine.add_request(prompt, max_new_tokens=9)
+        for _ in range(3):
+            r.engine.step()
+        r.engine.abort(request)
+        assert r.engine.run()[request].tokens == expected_output(prompt, 3)
+
+
 def test_a_stop_id_ends_the_output_and_is_part_of_it() -> None:
     with rig([8]) as r:
         prompt = tokens(20, 1)

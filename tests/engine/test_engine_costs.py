@@ -78,7 +78,9 @@ def test_a_way_that_looks_dear_is_tried_again_for_a_small_share_of_the_time() ->
     costs.note_load(1000, 3.0)
     tries, computed = 0, 0
     for _ in range(1000):
-        if costs.load_pays(LoadBytes(1000, 0), 0, 64):
+        excess = costs.excess_seconds(LoadBytes(1000, 0), 0, 64)
+        if costs.affords(excess):
+            costs.note_load_begun(excess)
             tries += 1
         else:
             costs.note_computed_instead(0, 64)
@@ -217,6 +219,27 @@ def test_a_refused_request_that_will_compute_holds_nothing_in_the_tier() -> None
         assert r.offload.drain(DRAIN_SECONDS)
         assert r.offload.stats().pinned_pages == 0
         assert r.engine.run()[late].usage.host_tokens == 0
+
+
+def test_a_try_is_paid_for_when_its_load_begins_not_when_it_is_considered() -> None:
+    """A request that has the credit for its dear load, and no space at first, loads in the end."""
+    with simulated([16], 16, speeds=Speeds(byte=1e-4), tier_pages=[512]) as r:
+        prompt = tokens(150, 1)
+        generate(r.engine, prompt, 1)
+        evict_all(r)
+        costs, moved = r.engine.scheduler.costs, hit_bytes(r.manager.geometry, 0, 144)
+        costs.note_load(moved.near, 2.0)
+        excess = costs.excess_seconds(moved, 0, 144)
+        assert not costs.affords(excess)
+        while not costs.affords(excess):
+            costs.note_computed_instead(0, 144)
+        r.engine.add_request(tokens(150, 2), max_new_tokens=20)
+        r.engine.step()
+        late = r.engine.add_request(prompt, max_new_tokens=1)
+        r.engine.step()
+        assert [q.id for q in r.engine.scheduler.waiting] == [late]
+        assert r.engine.run()[late].usage.host_tokens == 144
+        assert not costs.affords(excess)
 
 
 @pytest.mark.parametrize("slow", [False, True])

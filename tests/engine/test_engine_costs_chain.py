@@ -54,12 +54,14 @@ def test_the_choice_costs_at_most_a_tenth_more_whatever_the_tiers_are_asked_for(
         takes, computes = max(times.values()), size * compute
         new = {which for which, seconds in times.items() if seconds} - seen
         costs.note_step([(0, size)], computes)
-        if not costs.load_pays(load, 0, size):
+        excess = costs.excess_seconds(load, 0, size)
+        if not costs.affords(excess):
             costs.note_computed_instead(0, size)
             spent += computes
         else:
             if new:
                 first += takes  # has to be made to know what loads take
+            costs.note_load_begun(excess)
             spent += takes
             seen |= new
             for which, seconds in times.items():

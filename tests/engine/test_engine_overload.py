@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from engine.rig import DRAIN_SECONDS, rig, tokens
+from engine.stamp_guesser import DRAFT_TOKENS, StampGuesser
 from engine.stamp_runner import expected_output, stamp_geometry
 
 from kvcache import Manager, Sparse
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.driver import Offload
 from kvcache.engine.engine import Engine, EngineSettings
+from kvcache.engine.model import Model
+from kvcache.engine.queues import Counters
 from kvcache.engine.request import Reason, Token
 from kvcache.engine.runner import TorchRunner
+from kvcache.engine.smollm2 import load_model
 from kvcache.engine.tiny import build_model
 
 torch.set_num_threads(1)
+
+LOG = logging.getLogger(__name__)
 
 REQUESTS = 200
 SHARE = 20
@@ -84,14 +93,60 @@ def test_stamped_requests_all_end_right(states: int, tier: bool) -> None:
         assert r.manager.stats()[:4] == (0, 0, 0, 0)
 
 
-def test_a_real_model_ends_them_all() -> None:
-    model, rng = build_model(1), random.Random(1)
-    shared = [rng.randrange(256) for _ in range(40)]
+@pytest.mark.parametrize("movable", [False, True])
+@pytest.mark.parametrize("spread", [1, 4])
+@pytest.mark.parametrize(
+    ("blocks", "states", "spare", "lazy_bytes"),
+    [((16,), 0, 0, None), ((16,), 0, 12, 3000), ((4, 8), 1, 4, None), ((8,), 1, 4, 30_000)],
+)
+def test_long_answers_with_wrong_guesses_all_end(
+    blocks: tuple[int, ...], states: int, spare: int, lazy_bytes: int | None, spread: int,
+    movable: bool,
+) -> None:  # fmt: skip
+    """Nobody is given up: what was granted for a wrong guess keeps nobody from making room."""
+    geometry = stamp_geometry(*blocks, states=states, drafts=DRAFT_TOKENS)
+    for seed in range(2):
+        rng = random.Random(seed)
+        with rig(
+            geometry.slabs_needed(40 + 80 + 2 * DRAFT_TOKENS) + spare, *blocks, states=states,
+            drafts=DRAFT_TOKENS, movable=movable, lazy_bytes=lazy_bytes, max_requests=6,
+            tier_pages=[400] * len(geometry.groups) if lazy_bytes else None,
+            runner_type=StampGuesser,
+        ) as r:  # fmt: skip
+            wanted = {}
+            for i in range(8):
+                prompt = tokens(rng.randrange(20, 40), 1000 * seed + i)
+                request = r.engine.add_request(
+                    prompt, max_new_tokens=80, priority=rng.randrange(spread)
+                )
+                wanted[request] = expected_output(prompt, 80)
+            got: dict[int, list[int]] = {request: [] for request in wanted}
+            idle = 0
+            while r.engine.busy:
+                steps = r.engine.counters.steps
+                for event in r.engine.step():
+                    if isinstance(event, Token):
+                        got[event.request].append(event.token)
+                idle = idle + 1 if r.engine.counters.steps == steps else 0
+                assert idle < 5000, "nobody gets on"
+            assert got == wanted
+            assert r.engine.counters.preemptions > 0
+            assert r.engine.counters.accepted_tokens < r.engine.counters.proposed_tokens
+            assert r.held == 0
+
+
+def run_model(model: Model, longest: int, most: int, pages: Sequence[int]) -> Counters:
+    """Requests with up to `longest` tokens of a common beginning and `most` of output."""
+    rng = random.Random(1)
+    shared = [rng.randrange(256) for _ in range(longest)]
     prompts = [
-        [*shared[: rng.randrange(40)], *(rng.randrange(256) for _ in range(rng.randrange(1, 12)))]
+        [
+            *shared[: rng.randrange(longest)],
+            *(rng.randrange(256) for _ in range(rng.randrange(1, most))),
+        ]
         for _ in range(REQUESTS)
     ]
-    counts = [rng.randrange(1, 12) for _ in prompts]
+    counts = [rng.randrange(1, most) for _ in prompts]
     geometry = model.geometry
     slabs = (
         sum(geometry.slabs_needed(len(p) + c) for p, c in zip(prompts, counts, strict=True))
@@ -99,7 +154,7 @@ def test_a_real_model_ends_them_all() -> None:
     )
     runner = TorchRunner(model, slabs)
     manager = Manager(geometry, slabs=slabs, retention=Sparse(), movable=True)
-    offload = Offload(manager, CpuConnector(geometry, pages=[300, 100]), runner.regions())
+    offload = Offload(manager, CpuConnector(geometry, pages=pages), runner.regions())
     settings = EngineSettings(token_budget=128, max_requests=16)
     engine = Engine(runner, manager, offload, settings=settings)
     try:
@@ -110,9 +165,25 @@ def test_a_real_model_ends_them_all() -> None:
         offload.check()
         manager.check()
         assert sum(c.held for c in manager.arena_stats().classes) == 0
-        counters = engine.counters
-        assert counters.scheduler_seconds > 0
-        assert counters.runner_seconds > 0
-        assert counters.tier_seconds > 0
+        return engine.counters
     finally:
         offload.close()
+
+
+def test_a_real_model_ends_them_all() -> None:
+    counters = run_model(build_model(1), 40, 12, [300, 100])
+    assert counters.scheduler_seconds > 0
+    assert counters.runner_seconds > 0
+    assert counters.tier_seconds > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_smollm2_ends_them_all(smollm2_path: Path) -> None:
+    """Where the time of its steps went: `pytest -k smollm2_ends --log-cli-level INFO`."""
+    counters = run_model(load_model(smollm2_path), 60, 14, [300])
+    assert counters.preemptions > 0
+    parts = counters.runner_seconds, counters.tier_seconds, counters.scheduler_seconds
+    assert min(parts) > 0
+    shares = [100 * part / sum(parts) for part in parts]
+    LOG.info("%d steps: runner %.2f %%, tier %.2f %%, scheduler %.2f %%", counters.steps, *shares)

@@ -9,7 +9,9 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-from engine.rig import DRAIN_SECONDS
+from engine.rig import DRAIN_SECONDS, rig, tokens
+from engine.stamp_guesser import DRAFT_TOKENS, StampGuesser
+from engine.stamp_runner import stamp_geometry
 
 from kvcache import ConfigError, Manager, MisuseError, Sparse
 from kvcache.connectors.cpu import CpuConnector
@@ -37,8 +39,11 @@ MIXED: tuple[LayerSettings, ...] = (GatedDeltaLayer(), FullLayer(window=20), Ful
 POOLED: tuple[LayerSettings, ...] = (CompressedLayer(), FullLayer())
 
 
-def model_of(layers: tuple[LayerSettings, ...], seed: int = 1) -> Model:
-    settings = HybridSettings(layers=layers, width=32, hidden=32, context_tokens=512)
+CONTEXTS = (256, 512, 1024)
+
+
+def model_of(layers: tuple[LayerSettings, ...], seed: int = 1, context: int = 512) -> Model:
+    settings = HybridSettings(layers=layers, width=32, hidden=32, context_tokens=context)
     return Model(random_weights(settings, seed), block_tokens=8, exact=True)
 
 
@@ -170,6 +175,29 @@ def test_models_that_do_not_fit_together_are_refused() -> None:
         first_layers(model_of(FULL).weights, 3)
 
 
+def test_keys_depend_on_the_draft_model() -> None:
+    model = model_of(FULL)
+    drafts = [model_of(FULL, seed) for seed in (2, 3)] + [model_of(POOLED[1:], 2)]
+    prints = {SpeculativeRunner(model, draft, 10).fingerprint() for draft in drafts}
+    prints |= {SpeculativeRunner(model_of(FULL, 2), drafts[0], 10).fingerprint()}
+    assert len(prints | {model.fingerprint(), TorchRunner(model, 10).fingerprint()}) == 5
+    assert TorchRunner(model, 10).fingerprint() == model.fingerprint()
+    assert SpeculativeRunner(model, model_of(FULL, 2), 10).fingerprint() in prints
+
+
+def test_new_weights_have_their_own_context_as_far_as_the_draft_model_goes() -> None:
+    short, model, long = (model_of(FULL, seed, context) for seed, context in enumerate(CONTEXTS))
+    for runner, most in (
+        (TorchRunner(model, 10), CONTEXTS[2]),
+        (SpeculativeRunner(model, model, 10), CONTEXTS[1]),
+    ):
+        assert runner.context_tokens == CONTEXTS[1]
+        runner.set_model(short)
+        assert runner.context_tokens == CONTEXTS[0]
+        runner.set_model(long)
+        assert runner.context_tokens == most
+
+
 def test_an_abort_from_inside_the_runner_leaves_nothing_of_its_guesses() -> None:
     model = model_of(FULL)
     runner = SpeculativeRunner(model, model_of(FULL), 60, draft_tokens=3)
@@ -188,6 +216,46 @@ def test_an_abort_from_inside_the_runner_leaves_nothing_of_its_guesses() -> None
         reasons = [e.reason for e in events if hasattr(e, "reason")]
     assert reasons == [Reason.ABORT]
     assert sum(c.held for c in manager.arena_stats().classes) == 0
+
+
+def test_an_error_of_the_runner_ends_the_requests_of_its_batch_alone() -> None:
+    """Also where a request that is blocked now had wrong guesses in the step before."""
+    slabs = stamp_geometry(16, drafts=DRAFT_TOKENS).slabs_needed(40 + 80 + 2 * DRAFT_TOKENS)
+    rng = random.Random(0)
+    with rig(
+        slabs, drafts=DRAFT_TOKENS, runner_type=StampGuesser, max_requests=6, debug=False
+    ) as r:
+        ids = [
+            r.engine.add_request(tokens(30, i), max_new_tokens=80, priority=rng.randrange(4))
+            for i in range(8)
+        ]
+        inner, wrong, failed = r.runner.run_guessing, set[int](), set[int]()  # type: ignore[attr-defined]
+
+        def failing(chunks: Sequence[Chunk]) -> list[Guesses]:
+            running = r.engine.scheduler.running
+            batch = [
+                next(q.id for q in running if np.shares_memory(chunk.tokens, q.tokens))
+                for chunk in chunks
+            ]
+            if wrong & {q.id for q in running} - set(batch):
+                failed.update(batch)
+                raise OSError("injected")
+            guesses: list[Guesses] = inner(chunks)
+            pairs = zip(chunks, guesses, strict=True)
+            short = [len(each.tokens) <= chunk.drafts for chunk, each in pairs]
+            wrong.clear()
+            wrong.update(i for i, less in zip(batch, short, strict=True) if less)
+            return guesses
+
+        r.runner.run_guessing = failing  # type: ignore[attr-defined]
+        with pytest.raises(OSError, match="injected"):
+            r.engine.run()
+        wrong.clear()
+        r.runner.run_guessing = inner  # type: ignore[attr-defined]
+        results = r.engine.run()
+        ended = {i for i in ids if i in results and results[i].reason is Reason.ERROR}
+        assert ended == failed < set(ids)
+        assert r.held == 0
 
 
 def test_drafts_after_no_guess_are_misuse() -> None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine.clock import Clock
-from engine.rig import FINGERPRINT, Failing, Gate, Rig, evict_all, generate, rig, tokens
+from engine.rig import (
+    DRAIN_SECONDS,
+    FINGERPRINT,
+    Failing,
+    Gate,
+    Rig,
+    evict_all,
+    generate,
+    rig,
+    tokens,
+)
 from engine.stamp_runner import expected_output
 
 from kvcache.connectors.base import Connector
@@ -20,6 +32,7 @@ from kvcache.engine.request import Status
 PREFIX = tokens(320, 7)
 PREFIX_PAGES = 20
 TWINS = 12
+SESSIONS = 6
 
 
 def add_twins(r: Rig, count: int = TWINS, priority: int = 0, salt: int = 0) -> dict[int, list[int]]:
@@ -166,3 +179,123 @@ def test_twins_of_a_higher_priority_share_the_load_of_a_lower_one() -> None:
         finish(r, wanted)
         assert r.offload is not None
         assert r.offload.stats().loaded_pages == PREFIX_PAGES
+
+
+SHAPES: list[dict[str, int]] = [{}, {"states": 1}, {"window": 40}, {"states": 1, "window": 40}]
+
+
+def returning(r: Rig, shared: int, own: int) -> dict[int, list[int]]:
+    """Sessions with a common beginning that the tier alone has, all back; what each must say."""
+    histories = [[*PREFIX[:shared], *tokens(own, i)] for i in range(SESSIONS)]
+    for history in histories:
+        generate(r.engine, history, 1)
+    evict_all(r)
+    prompts = [[*history, *tokens(3, 99)] for history in histories]
+    return {r.engine.add_request(p, max_new_tokens=6): expected_output(p, 6) for p in prompts}
+
+
+@contextmanager
+def gated(shape: dict[str, int], pages: int) -> Iterator[tuple[Rig, Gate]]:
+    gate, groups = Gate(), 1 + len(shape)
+    gate.open.set()
+    with rig(
+        [pages] * groups, **shape, max_requests=SESSIONS, token_budget=512,
+        tier_pages=[400] * groups, tier={"copy": gate},
+    ) as r:  # fmt: skip
+        yield r, gate
+        gate.open.set()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_short_common_beginning_is_no_reason_to_load_one_after_the_other(
+    shape: dict[str, int],
+) -> None:
+    with gated(shape, 200) as (r, gate):
+        wanted = returning(r, 64, 320)
+        gate.open.clear()
+        for _ in range(3):
+            r.engine.step()
+        assert len(r.engine.scheduler.loading) == SESSIONS
+        gate.open.set()
+        finish(r, wanted)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_long_common_beginning_is_loaded_once_and_then_the_rest_side_by_side(
+    shape: dict[str, int],
+) -> None:
+    with gated(shape, 100) as (r, gate):
+        wanted = returning(r, 320, 48)
+        assert r.offload is not None
+        before, computed = r.offload.stats().loaded_pages, r.engine.counters.computed_tokens
+        gate.open.clear()
+        for _ in range(3):
+            r.engine.step()
+        assert len(r.engine.scheduler.loading) == 1
+        gate.open.set()
+        assert r.offload.wait(DRAIN_SECONDS)
+        gate.open.clear()
+        for _ in range(3):
+            r.engine.step()
+        assert len(r.engine.scheduler.loading) == SESSIONS - 1
+        gate.open.set()
+        assert finish(r, wanted) - computed <= SESSIONS
+        sparse = SESSIONS * (shape.get("states", 0) + 4 * ("window" in shape))
+        assert r.offload.stats().loaded_pages - before <= PREFIX_PAGES + 3 * SESSIONS + sparse
+
+
+def test_who_waited_for_a_load_that_failed_waits_for_the_next_one() -> None:
+    gate = Gate()
+    gate.open.set()
+    broken = False
+
+    def copy(*args: Any) -> None:
+        gate(*args)
+        if broken:
+            raise OSError("injected")
+
+    with rig([100], max_requests=8, tier_pages=[99], tier={"copy": copy}) as r:
+        generate(r.engine, PREFIX, 1)
+        evict_all(r)
+        gate.open.clear()
+        wanted, broken = add_twins(r), True
+        r.engine.step()
+        assert len(r.engine.scheduler.loading) == 1
+        gate.open.set()
+        assert r.offload is not None
+        assert r.offload.wait(DRAIN_SECONDS)
+        gate.open.clear()
+        broken = False
+        r.engine.step()
+        r.engine.step()
+        assert len(r.engine.scheduler.loading) == 1
+        assert [q.awaits is not None for q in r.engine.scheduler.waiting].count(True) > 0
+        gate.open.set()
+        finish(r, wanted)
+
+
+def test_who_was_refused_is_asked_again_when_a_load_has_brought_a_part_of_what_it_needs() -> None:
+    """Beside the one that loaded there is room for the rest alone; no page comes free before."""
+    with gated({}, 26) as (r, gate):
+        texts = [[*PREFIX[:64], *tokens(own, own)] for own in (160, 128)]
+        for text in texts:
+            generate(r.engine, text, 1)
+        evict_all(r)
+        gate.open.clear()
+        wanted = {}
+        for text, count in zip(texts, (12, 4), strict=True):
+            request = r.engine.add_request([*text, 1, 2], max_new_tokens=count)
+            wanted[request] = expected_output([*text, 1, 2], count)
+        first, second = wanted
+        for _ in range(3):
+            r.engine.step()
+        assert list(r.engine.scheduler.loading) == [first]
+        assert [q.id for q in r.engine.scheduler.waiting] == [second]
+        gate.open.set()
+        assert r.offload is not None
+        assert r.offload.wait(DRAIN_SECONDS)
+        for _ in range(3):
+            r.engine.step()
+        assert not r.engine.scheduler.waiting
+        assert len(r.engine.scheduler.running) + len(r.engine.scheduler.loading) == 2
+        finish(r, wanted)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +89,23 @@ def test_the_keys_of_models_and_formats_differ() -> None:
         for seed in (0, 1)
     }
     assert len(prints) == 6
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"layers": (FullLayer(head_dim=8, window=12),)},
+        {"layers": (FullLayer(head_dim=8), FullLayer(head_dim=8))},
+        {"hidden": 64},
+        {"width": 32},
+    ],
+)
+def test_a_name_of_its_own_gives_two_models_no_key_in_common(other: dict[str, Any]) -> None:
+    settings = HybridSettings(layers=(FullLayer(head_dim=8),), name="mine")
+    models = [Model(random_weights(each)) for each in (settings, replace(settings, **other))]
+    assert models[0].name == models[1].name == "mine-0"
+    assert models[0].fingerprint() != models[1].fingerprint()
+    assert models[0].fingerprint() == Model(random_weights(settings)).fingerprint()
 
 
 @pytest.mark.parametrize("position", [0, 21, 58])

@@ -13,6 +13,7 @@ from kvcache.connectors.base import Direction, PageRegion, Transfer
 from kvcache.core.errors import CapacityError, InvariantError
 from kvcache.engine.simulated import SimulatedClock
 from kvcache.engine.simulated_tier import NEVER, QUEUE_DEPTH, SimulatedWorker
+from kvcache.presets import preset
 
 # ---- closed forms --------------------------------------------------------------------------------------
 
@@ -62,7 +63,7 @@ def play(seed: int, sim: Simulation, *, leaping: bool) -> list[tuple[object, ...
     """Random requests in groups; everything that can be told of them."""
     draw = random.Random(seed)
     told: list[tuple[object, ...]] = []
-    made = 0
+    made = 100_000 * seed  # a number names a whole prefix
     known: list[list[int]] = [[]]
     for _ in range(4):
         requests = []
@@ -133,10 +134,54 @@ def test_a_page_with_another_prefix_is_found() -> None:
     sim.add(range(10), 10 * BLOCK, 1)
     sim.run()
     assert sim.stamps is not None
-    pages = sim.stamps._classes[0]
+    pages = sim.stamps._classes[0][:, 0]
     pages[pages == 4] = 77
     sim.add([*range(10), 99], 11 * BLOCK, 1)
-    with pytest.raises(InvariantError, match="read as block 3, holds prefix 77 and not 4"):
+    with pytest.raises(
+        InvariantError, match="number 3 read as block 0 and on, holds the 256 tokens of prefix 77"
+    ):
+        sim.run()
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-9b", "gemma-3-27b", "deepseek-v4-flash"])
+def test_states_windows_and_pooling_pages_are_compared_too(name: str) -> None:
+    geometry = preset(name, block_tokens=128 if "deepseek" in name else BLOCK)
+    groups = len(geometry.groups)
+    sim = simulation(9_000, name=name, geometry=geometry, host=[400] * groups, budget=300)
+    for seed in range(3):
+        play(seed, sim, leaping=True)
+    assert sim.stamps is not None
+    assert sim.stamps.compared > 500
+    assert sim.engine.counters.restored_tokens > 0
+    assert sim.engine.counters.preemptions > 0
+
+
+@pytest.mark.parametrize("column", [0, 1])
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_page_or_a_state_of_another_prefix_or_length_is_found(group: int, column: int) -> None:
+    """At once by the next chunk of the same request, and by a later one that hits it."""
+    for hit in (False, True):
+        sim = simulation(name="qwen3.5-9b", budget=BLOCK * 3 // 2)
+        sim.add(range(10), 10 * BLOCK, 1)
+        if hit:
+            sim.run()
+            sim.add([*range(10), 99], 11 * BLOCK, 1)
+        else:
+            sim.engine.step()
+        assert sim.stamps is not None
+        sim.stamps._classes[sim.manager.geometry.class_of_group[group]][:, column] += 1
+        with pytest.raises(InvariantError, match=sim.manager.geometry.groups[group].name):
+            sim.run()
+
+
+def test_a_block_that_was_written_in_part_is_compared_as_far_as_that() -> None:
+    sim = simulation(budget=BLOCK // 4)
+    sim.add(range(10), 2 * BLOCK, 1)
+    sim.engine.step()
+    assert sim.stamps is not None
+    pages = sim.stamps._classes[0]
+    pages[pages[:, 1] == BLOCK // 4, 1] = BLOCK // 2
+    with pytest.raises(InvariantError, match=f"holds the {BLOCK // 2} tokens .* not the 16 of"):
         sim.run()
 
 

@@ -107,8 +107,8 @@ ENGINE = [
     Mutant(
         "the format of K and V not in the keys",
         "kvcache/engine/model.py",
-        "return Fingerprint(model=self.name, kv_dtype=self.kv_dtype)",
-        "return Fingerprint(model=self.name)",
+        "return Fingerprint(model=name, kv_dtype=self.kv_dtype)",
+        "return Fingerprint(model=name)",
         ("tests/engine/test_hybrid.py::test_the_keys_of_models_and_formats_differ",),
     ),
     Mutant(

@@ -36,8 +36,8 @@ SCHEDULER = [
     Mutant(
         "a slow load tried again for nothing",
         ENGINE + "costs.py",
-        "self._credit_seconds -= load - compute",
-        "pass",
+        "max(0.0, self._credit_seconds - excess_seconds)",
+        "self._credit_seconds",
         (COSTS + "a_way_that_looks_dear_is_tried_again_for_a_small_share_of_the_time",),
     ),
     Mutant(
@@ -88,5 +88,26 @@ SCHEDULER = [
         "and not other.in_step",
         "and other.in_step",
         (TWINS + "twins_of_a_higher_priority_wait_for_the_prefill_of_a_lower_one",),
+    ),
+    Mutant(
+        "a load waited for however little it brings",
+        ENGINE + "scheduler.py",
+        "if shared - there >= GOOD_PART * (most - there):",
+        "if shared > there:",
+        (TWINS + "a_short_common_beginning_is_no_reason_to_load_one_after_the_other",),
+    ),
+    Mutant(
+        "pages stored before their move is copied",
+        ENGINE + "queues.py",
+        "            self._move_pages()\n            self._offload.end_of_step()",
+        "            self._offload.end_of_step()",
+        ("tests/engine/test_engine_moves.py::test_no_page_is_stored_before_its_move_is_copied",),
+    ),
+    Mutant(
+        "pages of wrong guesses counted as a request's",
+        ENGINE + "engine.py",
+        "request.granted = request.computed  # pages of wrong guesses are gone",
+        "pass",
+        (GUESSES + "an_error_of_the_runner_ends_the_requests_of_its_batch_alone",),
     ),
 ]

@@ -8,9 +8,9 @@ pooled from: a step reads the rows of earlier steps there, and stores those that
 
 All heads read the same rows. As V has been rotated with K, what is read is rotated back at the
 query. Context-parallel ranks all have the rows and pool what they keep; entry e is kept by rank
-`e % ranks`. Of the window each rank reads a share too, so that all is read once; the scores of the index
-come together from all ranks before entries are picked. Formulas: the DeepSeek-V4 report, section 2.3, as `DeepseekV4Attention` of transformers has
-them, against which this is tested.
+`e % ranks`. Of the window each rank reads a share too, so that all is read once; the scores of the
+index come together from all ranks before entries are picked. Formulas: the DeepSeek-V4 report,
+section 2.3, as `DeepseekV4Attention` of transformers has them, against which this is tested.
 
 Shapes: T = tokens, H = heads, D = head dimension, W = rows of the window, E = entries.
 """
