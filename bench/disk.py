@@ -24,7 +24,7 @@ from kvcache.bench.machine import machine
 from kvcache.connectors import disk_format
 from kvcache.connectors.disk import DEFAULT_BATCH_BYTES
 from kvcache.connectors.disk_folder import DiskFolder
-from kvcache.core.errors import ConfigError
+from kvcache.core.errors import ConfigError, InvariantError
 from kvcache.core.page_files import PageFiles
 
 MOST_BYTES = 1 << 36
@@ -227,7 +227,8 @@ def _forget(folder: Path) -> None:
 
 
 def _compare(source: _Pages, target: _Pages) -> None:
-    assert np.array_equal(source.rows, target.rows), "other bytes came back"
+    if not np.array_equal(source.rows, target.rows):
+        raise InvariantError("other bytes came back from --folder than were written")
     target.rows[:] = 0
 
 

@@ -26,7 +26,8 @@ QUICK = {"size": [4 << 10, 64 << 10], "count": [1, 16], "repeats": 2, "tokens": 
 LOOKUPS = 32
 LOOKUP_PAGE_BYTES = 64
 MOST_LOOKUP_SECONDS = 200e-6
-"""Of a repeated lookup at 1M tokens, the aim. vLLM 0.33's offloading connectors take 53 to 197 ms."""
+"""Of a repeated lookup of up to 1M tokens, the aim. vLLM 0.33's offloading connectors take 53 to 197 ms."""
+MOST_LOOKUP_TOKENS = 1_000_000
 MOST_BYTES = 8 << 30
 MOST_TOKENS = 16 << 20
 MOST_REPEATS = 1000
@@ -80,7 +81,8 @@ def run_offload_bench(bench: OffloadBench, progress: Progress) -> dict[str, Any]
     Raises:
         ConfigError: less memory or disk than is asked for, or a folder that cannot be used.
     """
-    transfers, lookups = [], {}
+    transfers: list[dict[str, Any]] = []
+    lookups: dict[str, dict[str, float]] = {}
     with temporary_folder(bench.folder) as folder:
         for size in bench.page_bytes:
             for count in bench.counts:
@@ -94,10 +96,20 @@ def run_offload_bench(bench: OffloadBench, progress: Progress) -> dict[str, Any]
         "lookup_tokens": bench.tokens,
         "lookups": lookups,
         "limits": {"repeated_lookup_seconds": MOST_LOOKUP_SECONDS},
+        "missed": _missed_lookups(bench.tokens, lookups),
         "repeats": bench.repeats,
         "seed": bench.seed,
         "machine": machine(),
     }
+
+
+def _missed_lookups(tokens: int, lookups: dict[str, dict[str, float]]) -> list[str]:
+    return [
+        f"{tier}: repeated lookup of {tokens:,} tokens {taken['repeated_seconds'] * 1e6:.0f} us,"
+        f" aim: at most {MOST_LOOKUP_SECONDS * 1e6:.0f}"
+        for tier, taken in lookups.items()
+        if tokens <= MOST_LOOKUP_TOKENS and taken["repeated_seconds"] > MOST_LOOKUP_SECONDS
+    ]
 
 
 def _transfers(

@@ -49,9 +49,9 @@ def test_the_engine_bench_prints_one_json_object_of_two_equal_computations(tmp_p
 def test_the_engine_bench_has_a_form_for_people() -> None:
     done = bench("engine", *SMALL)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [
-        "tiny-hybrid-0,", "paged", "prefill", "decode",
-    ]  # fmt: skip
+    lines = [line.split()[0] for line in done.stdout.splitlines() if line]
+    assert lines[:4] == ["tiny-hybrid-0,", "paged", "prefill", "decode"]
+    assert set(lines[4:]) <= {"missed:", "All"}
 
 
 @pytest.mark.parametrize(
