@@ -65,6 +65,7 @@ QUICK = {
     "start_tokens": 192,
     "turn_tokens": 32,
     "output_tokens": 8,
+    "allow_tmpfs": True,
 }
 """Seconds, to see that it works."""
 
@@ -116,8 +117,8 @@ def run_engine_bench(bench: EngineBench, progress: Callable[[str], None]) -> dic
         if bench.part != "sessions":
             report |= _floors(bench, model, progress)
         if bench.part != "floors":
-            asked, played = play_sessions(bench.sessions, model, progress)
-            report |= sessions_report(bench.sessions, model, asked, played)
+            played = play_sessions(bench.sessions, model, progress)
+            report |= sessions_report(bench.sessions, model, *played)
     finally:
         torch.set_num_threads(before)
     return report | {

@@ -17,12 +17,19 @@ from typing import Any
 
 from kvcache.bench.folder import temporary_folder
 from kvcache.bench.machine import machine
+from kvcache.bench.medium import describe_medium, medium
 from kvcache.bench.offload_rig import BLOCK_TOKENS, PAGE_UNIT, Rig, Seconds
 from kvcache.bench.plain_copies import PlainCopies
 from kvcache.core.errors import ConfigError
 
 TIERS = ("host", "disk", "chain")
-QUICK = {"size": [4 << 10, 64 << 10], "count": [1, 16], "repeats": 2, "tokens": 16_384}
+QUICK = {
+    "size": [4 << 10, 64 << 10],
+    "count": [1, 16],
+    "repeats": 2,
+    "tokens": 16_384,
+    "allow_tmpfs": True,
+}
 LOOKUPS = 32
 LOOKUP_PAGE_BYTES = 64
 MOST_LOOKUP_SECONDS = 200e-6
@@ -48,6 +55,8 @@ class OffloadBench:
     repeats: int = 3
     folder: str | None = None
     """None: a temporary one."""
+    allow_tmpfs: bool = False
+    """The folder may be in memory."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -84,6 +93,7 @@ def run_offload_bench(bench: OffloadBench, progress: Progress) -> dict[str, Any]
     transfers: list[dict[str, Any]] = []
     lookups: dict[str, dict[str, float]] = {}
     with temporary_folder(bench.folder) as folder:
+        found = medium(folder, allow_tmpfs=bench.allow_tmpfs or set(bench.tiers) == {"host"})
         for size in bench.page_bytes:
             for count in bench.counts:
                 transfers += _transfers(bench, size, count, folder, progress)
@@ -97,6 +107,7 @@ def run_offload_bench(bench: OffloadBench, progress: Progress) -> dict[str, Any]
         "lookups": lookups,
         "limits": {"repeated_lookup_seconds": MOST_LOOKUP_SECONDS},
         "missed": _missed_lookups(bench.tokens, lookups),
+        "medium": found,
         "repeats": bench.repeats,
         "seed": bench.seed,
         "machine": machine(),
@@ -194,7 +205,7 @@ def describe(report: dict[str, Any]) -> Sequence[str]:
         (
             f"{machine['processor']}, {machine['cpus']} CPUs, load {machine['load_average']:.1f};"
             f" medians of {report['repeats']}; x: beside the plain copy of the same bytes (host, chain:"
-            " memory; disk: a synced file, and a cold read)"
+            f" memory; disk: a synced file, and a cold read); {describe_medium(report['medium'])}"
         ),
         (
             f"{'tier':6}{'page KiB':>9}{'pages':>7}{'store GB/s':>12}{'x':>6}{'load GB/s':>11}{'x':>6}"

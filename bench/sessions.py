@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.bench.folder import temporary_folder
+from kvcache.bench.medium import medium
 from kvcache.bench.pools import STATES_PER_TURN, pages_for, slabs_for
 from kvcache.connectors.base import Connector
 from kvcache.connectors.cpu import CpuConnector
@@ -69,6 +70,8 @@ class SessionsBench:
     """Most tokens computed in one step."""
     folder: str | None = None
     """Of the disk tier; None: a temporary one."""
+    allow_tmpfs: bool = False
+    """It may be in memory."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -307,8 +310,8 @@ def _tier(
 
 def play_sessions(
     bench: SessionsBench, model: Model, progress: Progress
-) -> tuple[list[list[NDArray[np.int32]]], list[Played]]:
-    """All rounds in all ways: the prompts of each round by session, and what every way did.
+) -> tuple[list[list[NDArray[np.int32]]], list[Played], dict[str, Any]]:
+    """All rounds in all ways: prompts of each round by session, what every way did, on what medium.
 
     Raises:
         ConfigError: sessions longer than the model's context, more memory or disk than there is.
@@ -326,6 +329,7 @@ def play_sessions(
     asked = []
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder(bench.folder))
+        found = medium(folder, allow_tmpfs=bench.allow_tmpfs)
         ways = []
         for name in WAYS:
             ways.append(Way(name, bench, model, str(folder / name)))
@@ -345,7 +349,7 @@ def play_sessions(
                 np.concatenate([prompt, np.array(answer, np.int32), said(bench.turn_tokens)])
                 for prompt, answer in zip(prompts, answers, strict=True)
             ]
-    return asked, [way.played for way in ways]
+    return asked, [way.played for way in ways], found
 
 
 def _take_turns(ways: Sequence[Way], number: int, bench: SessionsBench, progress: Progress) -> None:

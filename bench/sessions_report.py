@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvcache.bench.medium import describe_medium
 from kvcache.bench.paged import Paged
 from kvcache.bench.sessions import Played, SessionsBench, Turn
 from kvcache.engine.model import Model
@@ -24,8 +25,9 @@ def sessions_report(
     model: Model,
     asked: Sequence[Sequence[NDArray[np.int32]]],
     played: Sequence[Played],
+    found: dict[str, Any],
 ) -> dict[str, Any]:
-    """The figures of all ways, as plain values."""
+    """The figures of all ways, as plain values. `found`: the medium of the disk tier."""
     reference, *others = played
     by_way = {p.way: p for p in played}
     seconds = {p.way: sum(p.round_seconds) for p in played}
@@ -48,6 +50,7 @@ def sessions_report(
             "disk_vs_unlimited": _by_round(reference, by_way["disk"]),
         },
         "ways": {p.way: _figures(p) for p in played},
+        "medium": found,
         "sessions": bench.sessions,
         "turns": bench.turns,
         "start_tokens": bench.start_tokens,
@@ -151,7 +154,8 @@ def describe_sessions(report: dict[str, Any]) -> list[str]:
             f"{report['sessions']} sessions of {report['turns']} turns: {report['start_tokens']} tokens,"
             f" then {report['turn_tokens']} more a turn, {report['output_tokens']} out;"
             f" {report['working_set_tokens']:,} tokens at the end, small pool"
-            f" {report['pool_tokens']:,}, {report['running']} run at a time"
+            f" {report['pool_tokens']:,}, {report['running']} run at a time;"
+            f" {describe_medium(report['medium'])}"
         ),
         f"{'':26}" + "".join(f"{way:>12}" for way in ways),
     ]

@@ -76,6 +76,11 @@ def _add_shared(parser: argparse.ArgumentParser, owners: dict[str, tuple[str, ..
     )
     place = _Options(parser, owners, ("disk", "engine", "offload"), "where files go")
     place.add("--folder", metavar="PATH", help="of what is written to disk (a temporary folder)")
+    place.add(
+        "--allow-tmpfs",
+        action="store_true",
+        help="the folder may be in memory (it has to be on a disk; with --quick it may)",
+    )
     aims = _Options(parser, owners, WITH_AIMS, "what they aim at")
     aims.add(
         "--require",

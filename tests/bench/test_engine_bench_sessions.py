@@ -24,7 +24,13 @@ from kvcache.engine.tiny import build_model
 torch.set_num_threads(1)
 
 SMALL = SessionsBench(
-    sessions=3, turns=2, start_tokens=64, turn_tokens=16, output_tokens=3, budget_tokens=64
+    sessions=3,
+    turns=2,
+    start_tokens=64,
+    turn_tokens=16,
+    output_tokens=3,
+    budget_tokens=64,
+    allow_tmpfs=True,
 )
 KEYS = (
     "throughput_vs_recompute", "latency_vs_recompute", "host_vs_unlimited", "disk_vs_unlimited",
@@ -152,7 +158,7 @@ def test_the_reference_gap_is_that_of_its_two_best_tokens() -> None:
 def test_one_json_object_with_all_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", "tiny", "--tokens", "40", "--repeats", "1", "--threads", "1"]
     sizes = ["--sessions", "3", "--turns", "1", "--start-tokens", "48", "--output-tokens", "2"]
-    folder = ["--folder", str(tmp_path), "--json"]
+    folder = ["--folder", str(tmp_path), "--allow-tmpfs", "--json"]
     assert main(["bench", "engine", *arguments, *sizes, *folder]) == 0
     report = json.loads(capsys.readouterr().out)
     assert all(key in report for key in KEYS)
@@ -207,7 +213,13 @@ def test_a_folder_in_use_by_another_is_left_and_one_of_a_dead_process_is_not(
 def test_smollm2_is_restored_and_says_the_same(smollm2_path: Path) -> None:
     model = load_model(smollm2_path)
     bench = SessionsBench(
-        sessions=3, turns=2, start_tokens=48, turn_tokens=16, output_tokens=2, budget_tokens=64
+        sessions=3,
+        turns=2,
+        start_tokens=48,
+        turn_tokens=16,
+        output_tokens=2,
+        budget_tokens=64,
+        allow_tmpfs=True,
     )
     report = sessions_report(bench, model, *play_sessions(bench, model, quiet))
     assert report["outputs_equal"] is True

@@ -20,7 +20,7 @@ def test_every_tier_moves_every_page_and_says_what_it_took(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--size", "4KiB", "--size", "12KiB", "--count", "1", "--count", "5"]
-    few = ["--repeats", "1", "--tokens", "640", "--folder", str(tmp_path)]
+    few = ["--repeats", "1", "--tokens", "640", "--folder", str(tmp_path), "--allow-tmpfs"]
     assert main(["bench", "offload", *sizes, *few, "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
