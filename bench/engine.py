@@ -22,8 +22,9 @@ from kvcache.bench.aims import missed
 from kvcache.bench.dense import Dense
 from kvcache.bench.machine import machine
 from kvcache.bench.paged import Paged
-from kvcache.bench.sessions import SessionsBench, play_sessions
+from kvcache.bench.sessions import play_sessions
 from kvcache.bench.sessions_report import describe_sessions, sessions_report
+from kvcache.bench.sessions_settings import SessionsBench
 from kvcache.core.errors import ConfigError
 from kvcache.engine import smollm2, tiny
 from kvcache.engine.model import Model

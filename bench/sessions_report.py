@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from kvcache.bench.medium import describe_medium
 from kvcache.bench.paged import Paged
-from kvcache.bench.sessions import Played, SessionsBench, Turn
+from kvcache.bench.sessions_settings import SessionsBench
+from kvcache.bench.sessions_way import Played, Turn
 from kvcache.engine.model import Model
 
 TIE_GAP = 1e-3
@@ -39,6 +40,7 @@ def sessions_report(
         "latency_vs_recompute": latency["host"] / latency["recompute"],
         "host_vs_unlimited": seconds["unlimited"] / seconds["host"],
         "disk_vs_unlimited": seconds["unlimited"] / seconds["disk"],
+        "host_vs_unthrottled": seconds["unthrottled"] / seconds["host"],
         "disk_throughput_vs_recompute": seconds["recompute"] / seconds["disk"],
         "disk_latency_vs_recompute": latency["disk"] / latency["recompute"],
         "outputs_equal": not any(o["differences"] for o in outputs),
@@ -90,6 +92,7 @@ def _figures(played: Played) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "device_tokens": sum(turn.usage.device_tokens for turn in turns),
         "restored_tokens": sum(turn.usage.host_tokens for turn in turns),
+        "hit_rate": hit / prompt,
         "computed_tokens": prompt - hit,
         "output_tokens": output,
         "round_seconds": played.round_seconds,
@@ -163,6 +166,7 @@ def describe_sessions(report: dict[str, Any]) -> list[str]:
         ("output tokens/s", "output_tokens_per_second", "{:.2f}"),
         ("mean latency, s", "mean_latency_seconds", "{:.2f}"),
         ("median first token, s", "median_first_token_seconds", "{:.2f}"),
+        ("hit rate", "hit_rate", "{:.3f}"),
         ("tokens computed", "computed_tokens", "{:,}"),
         ("tokens restored", "restored_tokens", "{:,}"),
         ("tokens on the device", "device_tokens", "{:,}"),
@@ -182,5 +186,9 @@ def describe_sessions(report: dict[str, Any]) -> list[str]:
         else (f"{len(o['ties'])} ties" if o["ties"] else "equal")
         for o in report["outputs"]
     ]
-    lines += [f"{'outputs':26}" + "".join(f"{verdict:>12}" for verdict in verdicts), ""]
+    lines.append(f"{'outputs':26}" + "".join(f"{verdict:>12}" for verdict in verdicts))
+    lines.append(
+        f"host_vs_unthrottled {report['host_vs_unthrottled']:.3f}: beside a pool for all that runs all"
+        " at a time; no aim"
+    )
     return lines

@@ -129,7 +129,7 @@ def _add_sessions(options: _Options) -> None:
     options.add(
         "--part",
         choices=("all", "sessions", "floors"),
-        help="sessions: four ways of memory; floors: paged against dense (all)",
+        help="sessions: five ways of memory; floors: paged against dense (all)",
     )
 
 

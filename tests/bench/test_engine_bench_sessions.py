@@ -10,8 +10,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvcache.bench.sessions import WAYS, Played, SessionsBench, Turn, Way, play_sessions
+from kvcache.bench.sessions import play_sessions, shuffled
 from kvcache.bench.sessions_report import compare, reference_gap, sessions_report
+from kvcache.bench.sessions_settings import WAYS, SessionsBench
+from kvcache.bench.sessions_way import Played, Turn, Way
 from kvcache.cli import main
 from kvcache.core.errors import ConfigError
 from kvcache.engine.chunk import Chunk
@@ -70,7 +72,8 @@ def test_each_way_reuses_what_its_memory_allows(small: dict[str, Any]) -> None:
         assert figures["failed_loads"] == 0
         assert figures["steps"] > 0
         assert 0 < figures["scheduler_and_manager_share"] < 1
-    unlimited, host, disk, recompute = ways.values()
+        assert figures["hit_rate"] == found / prompts
+    unlimited, host, disk, recompute, unthrottled = ways.values()
     assert unlimited["device_tokens"] == 3 * 64
     assert unlimited["restored_tokens"] == recompute["restored_tokens"] == 0
     for tier in (host, disk):
@@ -79,9 +82,34 @@ def test_each_way_reuses_what_its_memory_allows(small: dict[str, Any]) -> None:
         assert tier["tier"]["stored_bytes"] > 0
         assert tier["tier"]["loaded_bytes"] > 0
         assert tier["tier"]["failed_pages"] == 0
+    assert unthrottled["device_tokens"] == unlimited["device_tokens"]
+    assert unthrottled["steps"] < unlimited["steps"]
+    assert unthrottled["device_pool_bytes"] == unlimited["device_pool_bytes"]
     assert recompute["computed_tokens"] > unlimited["computed_tokens"]
     assert unlimited["device_pool_bytes"] > host["device_pool_bytes"] > 0
     assert host["device_pool_bytes"] == disk["device_pool_bytes"] == recompute["device_pool_bytes"]
+
+
+def test_sessions_ask_in_another_order_each_round_and_all_ways_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = SessionsBench(sessions=8, seed=3)
+    orders = [shuffled(bench, number) for number in range(6)]
+    assert orders == [shuffled(bench, number) for number in range(6)]
+    assert all(sorted(order) == list(range(8)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 6
+    assert shuffled(SessionsBench(sessions=8, seed=4), 0) != orders[0]
+    asked: dict[str, list[Sequence[int]]] = {}
+    ask = Way.ask
+
+    def noted(way: Way, prompts: Sequence[NDArray[np.int32]], order: Sequence[int]) -> None:
+        asked.setdefault(way.played.way, []).append(order)
+        ask(way, prompts, order)
+        assert list(way._open.values()) == order
+
+    monkeypatch.setattr(Way, "ask", noted)
+    play_sessions(SMALL, build_model(), quiet)
+    assert asked == {way: [shuffled(SMALL, 0), shuffled(SMALL, 1)] for way in WAYS}
 
 
 def test_ratios_are_those_of_the_figures(small: dict[str, Any]) -> None:
@@ -92,8 +120,9 @@ def test_ratios_are_those_of_the_figures(small: dict[str, Any]) -> None:
     assert small["latency_vs_recompute"] == pytest.approx(latency["host"] / latency["recompute"])
     assert small["host_vs_unlimited"] == pytest.approx(speed["host"] / speed["unlimited"])
     assert small["disk_vs_unlimited"] == pytest.approx(speed["disk"] / speed["unlimited"])
+    assert small["host_vs_unthrottled"] == pytest.approx(speed["host"] / speed["unthrottled"])
     assert small["outputs_equal"] is True
-    assert [o["way"] for o in small["outputs"]] == ["host", "disk", "recompute"]
+    assert [o["way"] for o in small["outputs"]] == ["host", "disk", "recompute", "unthrottled"]
 
 
 def test_an_engine_that_computes_something_else_is_found_out(
@@ -111,7 +140,9 @@ def test_an_engine_that_computes_something_else_is_found_out(
     model = build_model()
     report = sessions_report(SMALL, model, *play_sessions(SMALL, model, quiet))
     assert report["outputs_equal"] is False
-    assert all(outputs["differences"] for outputs in report["outputs"])
+    *small, unthrottled = report["outputs"]
+    assert all(outputs["differences"] for outputs in small)
+    assert not unthrottled["differences"]
 
 
 def play(way: str, output: list[int]) -> Played:
@@ -145,7 +176,7 @@ def test_the_reference_gap_is_that_of_its_two_best_tokens() -> None:
     model = build_model()
     tokens = np.arange(40, dtype=np.int32)
     runner = Way("unlimited", SMALL, model, "")
-    runner.ask([tokens])
+    runner.ask([tokens], [0])
     engine_runner = runner._runner._runner
     while runner.left:
         runner._step()

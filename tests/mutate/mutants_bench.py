@@ -19,10 +19,17 @@ BENCH = [
     ),
     Mutant(
         "a small pool that holds every session",
-        "bench/sessions.py",
+        "bench/sessions_way.py",
         "tokens = bench.pool_tokens if small else every",
         "tokens = every",
         (SESSIONS + "each_way_reuses_what_its_memory_allows",),
+    ),
+    Mutant(
+        "sessions that ask in the same order every round",
+        "bench/sessions.py",
+        "np.random.default_rng([bench.seed, number])",
+        "np.random.default_rng(bench.seed)",
+        (SESSIONS + "sessions_ask_in_another_order_each_round_and_all_ways_alike",),
     ),
     Mutant(
         "an upper tier that still has what is loaded from below",
