@@ -40,7 +40,7 @@ DECODE_STEPS_PER_REPEAT = 4
 MOST_THREADS = 256
 """Far beyond this, thread pools fail in ways that cannot be caught."""
 MOST_REPEATS = 1000
-OWN_SETTINGS = ("model", "part", "repeats", "tokens")
+OWN_SETTINGS = ("kv_dtype", "model", "part", "repeats", "tokens")
 """Of `EngineBench` on the command line; the others are those of its sessions."""
 TARGETS = {
     "throughput_vs_recompute": 1.82,
@@ -83,6 +83,8 @@ class EngineBench:
     model: str = "smollm2"
     part: str = "all"
     """Or one alone: `sessions`, `floors`."""
+    kv_dtype: str = "fp32"
+    """Of K and V in the pages of the sessions; the dense forward has fp32 alone."""
     sessions: SessionsBench = field(default_factory=SessionsBench)
     threads: int = 1
     tokens: int = 1024
@@ -97,6 +99,10 @@ class EngineBench:
             raise ConfigError(f"--model is {self.model!r}: choose from {', '.join(MODELS)}")
         if self.part not in PARTS:
             raise ConfigError(f"--part is {self.part!r}: choose from {', '.join(PARTS)}")
+        if self.kv_dtype != "fp32" and self.part != "sessions":
+            raise ConfigError(
+                f"--kv-dtype is {self.kv_dtype}: the dense forward keeps fp32, so give --part sessions"
+            )
         for name in ("threads", "tokens", "budget_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_option(name)} is {getattr(self, name)}: it must be above 0")
@@ -114,6 +120,8 @@ def run_engine_bench(bench: EngineBench, progress: Callable[[str], None]) -> dic
     try:
         progress(f"loading {bench.model}")
         model = MODELS[bench.model]()
+        if bench.kv_dtype != model.kv_dtype:
+            model = Model(model.weights, kv_dtype=bench.kv_dtype)
         report: dict[str, Any] = {"bench": "engine", "model": model.name, "seed": bench.seed}
         if bench.part != "sessions":
             report |= _floors(bench, model, progress)

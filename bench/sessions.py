@@ -26,12 +26,13 @@ from numpy.typing import NDArray
 from kvcache.bench.folder import temporary_folder
 from kvcache.bench.medium import medium
 from kvcache.bench.sessions_settings import WAYS, SessionsBench
-from kvcache.bench.sessions_way import Played, Way
+from kvcache.bench.sessions_way import DRAFT_TOKENS, Played, Way
 from kvcache.core.errors import ConfigError
 from kvcache.core.manager import Manager
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import Model
 from kvcache.engine.runner import TorchRunner
+from kvcache.engine.speculative import first_layers, joint_geometry
 from kvcache.retention import Sparse
 
 SLICE_SECONDS = 4.0
@@ -54,6 +55,13 @@ def play_sessions(
             f" is {model.context_tokens}: lower --turns, --start-tokens or --turn-tokens"
         )
     rng = np.random.default_rng(bench.seed)
+    draft = None
+    if bench.draft:
+        try:
+            draft = Model(first_layers(model.weights, bench.draft), kv_dtype=model.kv_dtype)
+            joint_geometry(model, draft, DRAFT_TOKENS)
+        except ConfigError as error:
+            raise ConfigError(f"--draft {bench.draft}: {error}") from error
 
     def said(tokens: int) -> NDArray[np.int32]:
         return rng.integers(0, model.vocab_size, tokens).astype(np.int32)
@@ -64,7 +72,7 @@ def play_sessions(
         found = medium(folder, allow_tmpfs=bench.allow_tmpfs)
         ways = []
         for name in WAYS:
-            ways.append(Way(name, bench, model, str(folder / name)))
+            ways.append(Way(name, bench, model, draft, str(folder / name)))
             stack.callback(ways[-1].close)
         _warm_up(model)
         histories = [said(bench.start_tokens) for _ in range(bench.sessions)]

@@ -16,9 +16,10 @@ from kvcache.bench.sessions_settings import SessionsBench
 from kvcache.bench.sessions_way import Played, Turn
 from kvcache.engine.model import Model
 
-TIE_GAP = 1e-3
-"""Greedy outputs may part where the reference's two best logits are closer than this: sums of fp32
-products depend in their last bits on how a prompt is cut into chunks, and on the batch."""
+TIE_GAPS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.5}
+"""Greedy outputs may part where the reference's two best logits are closer than this, by the format of
+K and V: sums of fp32 products depend in their last bits on how a prompt is cut into chunks, and on the
+batch; what is stored shorter is rounded by them to one neighbour or the other."""
 
 
 def sessions_report(
@@ -61,6 +62,8 @@ def sessions_report(
         "working_set_tokens": bench.working_set_tokens,
         "pool_tokens": bench.pool_tokens,
         "running": bench.running,
+        "kv_dtype": model.kv_dtype,
+        "draft_layers": bench.draft,
         "sessions_budget_tokens": bench.budget_tokens,
     }
 
@@ -105,6 +108,8 @@ def _figures(played: Played) -> dict[str, Any]:
         "settle_seconds": played.settle_seconds,
         "preemptions": played.preemptions,
         "failed_loads": played.failed_loads,
+        "proposed_tokens": played.proposed_tokens,
+        "accepted_tokens": played.accepted_tokens,
         "device_pool_bytes": played.device_bytes,
         "tier": played.tier,
     }
@@ -116,7 +121,7 @@ def compare(
     reference: Played,
     other: Played,
 ) -> dict[str, Any]:
-    """Outputs turn by turn: equal, a tie (see `TIE_GAP`), or a difference that is a fault.
+    """Outputs turn by turn: equal, a tie (see `TIE_GAPS`), or a difference that is a fault.
 
     The reference's gap at a first difference is computed anew, from its own tokens up to there.
     """
@@ -136,7 +141,9 @@ def compare(
                 "token": at,
                 "reference_gap": reference_gap(model, text),
             }
-            (ties if entry["reference_gap"] < TIE_GAP else differences).append(entry)
+            (ties if entry["reference_gap"] < TIE_GAPS[model.kv_dtype] else differences).append(
+                entry
+            )
     return {"way": other.way, "ties": ties, "differences": differences}
 
 

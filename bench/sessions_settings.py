@@ -34,6 +34,8 @@ class SessionsBench:
     """Of the disk tier; None: a temporary one."""
     allow_tmpfs: bool = False
     """It may be in memory."""
+    draft: int = 0
+    """So many of the model's own first layers guess tokens; 0: nobody does."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,16 +18,20 @@ from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.disk import DiskConnector
 from kvcache.connectors.driver import Offload
 from kvcache.core.errors import ConfigError, InvariantError
+from kvcache.core.hashing import Fingerprint
 from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
-from kvcache.engine.chunk import Chunk, Runner
+from kvcache.engine.chunk import Chunk, Guesses, Runner
 from kvcache.engine.engine import Engine, EngineSettings
 from kvcache.engine.model import Model
 from kvcache.engine.request import Reason, Token, Usage
 from kvcache.engine.runner import TorchRunner
+from kvcache.engine.speculative import SpeculativeRunner, joint_fingerprint, joint_geometry
 from kvcache.retention import Sparse
 
 DRAIN_SECONDS = 120.0
+DRAFT_TOKENS = 4
+"""Most guesses of one step, where there are any."""
 
 
 class Turn(NamedTuple):
@@ -65,6 +70,10 @@ class Played:
     """Waiting for the transfers in flight before another way has its turn."""
     preemptions: int = 0
     failed_loads: int = 0
+    proposed_tokens: int = 0
+    """Guesses that were checked, ..."""
+    accepted_tokens: int = 0
+    """... and those of them that were right."""
     tier: dict[str, object] = field(default_factory=dict)
 
 
@@ -83,9 +92,14 @@ class Stopwatch:
 
     def run(self, chunks: Sequence[Chunk]) -> NDArray[np.int32]:
         """See `chunk.Runner`."""
+        with self._timed():
+            return self._runner.run(chunks)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         begin, cpu = time.perf_counter(), time.thread_time()
         try:
-            return self._runner.run(chunks)
+            yield
         finally:
             self.runs += 1
             self.seconds += time.perf_counter() - begin
@@ -96,18 +110,46 @@ class Stopwatch:
         self._runner.move_pages(moves)
 
 
+class GuessingStopwatch(Stopwatch):
+    """The same for a `Guesser`."""
+
+    _runner: SpeculativeRunner
+
+    def __init__(self, runner: SpeculativeRunner) -> None:
+        super().__init__(runner)
+        self.draft_tokens = runner.draft_tokens
+
+    def run_guessing(self, chunks: Sequence[Chunk]) -> list[Guesses]:
+        """See `chunk.Guesser`."""
+        with self._timed():
+            return self._runner.run_guessing(chunks)
+
+    def clear_pages(self, group: int, pages: NDArray[np.int32]) -> None:
+        """See `chunk.Guesser`."""
+        self._runner.clear_pages(group, pages)
+
+
 class Way:
     """One engine with its pool and tier. `close` it."""
 
-    def __init__(self, way: str, bench: SessionsBench, model: Model, folder: str) -> None:
-        geometry, small = model.geometry, way not in WHOLE
+    def __init__(
+        self, way: str, bench: SessionsBench, model: Model, draft: Model | None, folder: str
+    ) -> None:
+        geometry, name, small = model.geometry, model.fingerprint(), way not in WHOLE
+        if draft is not None:
+            geometry = joint_geometry(model, draft, DRAFT_TOKENS)
+            name = joint_fingerprint(model, draft)
         every = bench.working_set_tokens + bench.session_tokens
         states = bench.sessions * bench.turns * STATES_PER_TURN
         tokens = bench.pool_tokens if small else every
         kept = STATES_PER_TURN * (bench.running + 1) if small else states
         slabs = slabs_for(geometry, pages_for(geometry, tokens, kept))
         try:
-            runner = TorchRunner(model, slabs)
+            runner = (
+                TorchRunner(model, slabs)
+                if draft is None
+                else SpeculativeRunner(model, draft, slabs, draft_tokens=DRAFT_TOKENS)
+            )
         except ConfigError as error:
             raise ConfigError(f"--sessions or --start-tokens is too large: {error}") from error
         manager = Manager(
@@ -115,12 +157,16 @@ class Way:
             slabs=slabs,
             movable=True,
             retention=Sparse(),
-            fingerprint=model.fingerprint(),
+            fingerprint=name,
             seed=bench.seed,
         )
-        tier = _tier(way, geometry, pages_for(geometry, every, states), model, folder)
+        tier = _tier(way, geometry, pages_for(geometry, every, states), name, folder)
         self._offload = None if tier is None else Offload(manager, tier, runner.regions())
-        self._runner = Stopwatch(runner)
+        self._runner = (
+            GuessingStopwatch(runner)
+            if isinstance(runner, SpeculativeRunner)
+            else Stopwatch(runner)
+        )
         self._engine = Engine(
             self._runner,
             manager,
@@ -203,6 +249,8 @@ class Way:
         played.runner_seconds, played.runner_cpu_seconds = runner.seconds, runner.cpu_seconds
         played.round_seconds.append(self._clock - self._asked)
         played.preemptions, played.failed_loads = counters.preemptions, counters.failed_loads
+        played.proposed_tokens = counters.proposed_tokens
+        played.accepted_tokens = counters.accepted_tokens
         if self._offload is not None:
             stats = self._offload.stats()
             names = (
@@ -219,10 +267,10 @@ class Way:
 
 
 def _tier(
-    way: str, geometry: Geometry, pages: Sequence[int], model: Model, folder: str
+    way: str, geometry: Geometry, pages: Sequence[int], name: Fingerprint, folder: str
 ) -> Connector | None:
     if way == "host":
         return CpuConnector(geometry, pages=pages)
     if way == "disk":
-        return DiskConnector(geometry, folder=folder, fingerprint=model.fingerprint(), pages=pages)
+        return DiskConnector(geometry, folder=folder, fingerprint=name, pages=pages)
     return None

@@ -127,6 +127,17 @@ def _add_sessions(options: _Options) -> None:
     ):
         options.add(f"--{name}", type=token_number, metavar="N", help=text)
     options.add(
+        "--kv-dtype",
+        choices=("fp32", "bf16", "fp8"),
+        help="of K and V in the pages; with --part sessions (fp32)",
+    )
+    options.add(
+        "--draft",
+        type=whole_number,
+        metavar="N",
+        help="the model's own first N layers guess tokens (none)",
+    )
+    options.add(
         "--part",
         choices=("all", "sessions", "floors"),
         help="sessions: five ways of memory; floors: paged against dense (all)",

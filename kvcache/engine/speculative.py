@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.core.errors import ConfigError, MisuseError
+from kvcache.core.hashing import Fingerprint
 from kvcache.core.layout import Geometry
 from kvcache.core.specs import RecurrentState
 from kvcache.core.specs.base import GroupSpec, require_positive
@@ -74,6 +75,11 @@ def joint_geometry(model: Model, draft: Model, draft_tokens: int) -> Geometry:
             )
         theirs.append(replace(group, name=f"draft-{group.name}", lookahead_tokens=1))  # type: ignore[type-var]
     return Geometry((*ours, *theirs), state_grid_tokens=model.geometry.state_grid_tokens)
+
+
+def joint_fingerprint(model: Model, draft: Model) -> Fingerprint:
+    """Of pages that both models fill: the draft model's are of no use to another one."""
+    return replace(model.fingerprint(), model=f"{model.name}+{draft.name}")
 
 
 class _Part:

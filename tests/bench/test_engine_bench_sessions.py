@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,25 @@ def test_an_engine_that_computes_something_else_is_found_out(
     assert not unthrottled["differences"]
 
 
+def test_guesses_of_the_first_layers_change_no_output() -> None:
+    weights = build_model().weights
+    weights = replace(weights, layers=[weights.layers[i] for i in (1, 0, 3, 2)])
+    for kv_dtype in ("fp32", "bf16"):
+        model = Model(weights, kv_dtype=kv_dtype)
+        bench = replace(SMALL, draft=1, output_tokens=8)
+        asked, played, found = play_sessions(bench, model, quiet)
+        report = sessions_report(bench, model, asked, played, found)
+        assert (report["kv_dtype"], report["draft_layers"]) == (kv_dtype, 1)
+        assert report["outputs_equal"] is True
+        for figures in report["ways"].values():
+            assert figures["proposed_tokens"] > 0
+            assert figures["failed_loads"] == 0
+            assert 0 < figures["scheduler_and_manager_share"] < 1
+        assert report["ways"]["host"]["restored_tokens"] > 0
+        plain, _, _ = play_sessions(replace(bench, draft=0), model, quiet)
+        assert [p.tolist() for p in plain[1]] == [p.tolist() for p in asked[1]]
+
+
 def play(way: str, output: list[int]) -> Played:
     return Played(way, 0, rounds=[[Turn(0, output, Usage(8, 2, 0, 0, 0), 0.1, 0.2)]])
 
@@ -175,7 +195,7 @@ def test_a_first_difference_counts_by_the_gap_of_the_reference(
 def test_the_reference_gap_is_that_of_its_two_best_tokens() -> None:
     model = build_model()
     tokens = np.arange(40, dtype=np.int32)
-    runner = Way("unlimited", SMALL, model, "")
+    runner = Way("unlimited", SMALL, model, None, "")
     runner.ask([tokens], [0])
     engine_runner = runner._runner._runner
     while runner.left:
@@ -204,6 +224,8 @@ def test_one_json_object_with_all_keys(tmp_path: Path, capsys: pytest.CaptureFix
         (["--turns", "9999"], "--turns is 9999: it must be 1 to 256"),
         (["--start-tokens", "99999"], "the context of tiny-hybrid-0 is 32768"),
         (["--output-tokens", "0"], "--output-tokens is 0"),
+        (["--draft", "1"], "--draft 1: group 'gdn' of the draft model is of kind 'mamba'"),
+        (["--kv-dtype", "fp8", "--part", "all"], "--kv-dtype is fp8: the dense forward keeps fp32"),
         (["--part", "some"], "invalid choice: 'some'"),
         (["--folder", "/nowhere/at/all"], "--folder /nowhere/at/all cannot be used"),
     ],
