@@ -1,10 +1,11 @@
-"""`kvcache bench offload`: a tier by itself, through the real connector and driver, no model.
+"""`kvcache bench offload`: a tier by itself, through the real connector and driver.
 
 For each tier, page size and number of pages: a request's pages are stored, the device forgets them,
 another request with the same prompt looks them up and loads them. Beside it, in the same rounds, the
 same number of bytes is copied plainly: from memory to memory in one piece, and through one file that
 is synced and then read with a cold cache. And a prompt of a million tokens is looked up again and
-again, as a scheduler does while a request waits.
+again, as a scheduler does while a request waits. Last, a model loads or computes what a tier has: see
+`kvcache.bench.loads`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvcache.bench import loads
 from kvcache.bench.folder import temporary_folder
 from kvcache.bench.machine import machine
 from kvcache.bench.medium import describe_medium, medium
@@ -24,12 +26,14 @@ from kvcache.core.errors import ConfigError
 
 TIERS = ("host", "disk", "chain")
 QUICK = {
+    "model": "tiny",
     "size": [4 << 10, 64 << 10],
     "count": [1, 16],
     "repeats": 2,
     "tokens": 16_384,
     "allow_tmpfs": True,
 }
+MODELS = ("auto", "smollm2", "tiny", "none")
 LOOKUPS = 32
 LOOKUP_PAGE_BYTES = 64
 MOST_LOOKUP_SECONDS = 200e-6
@@ -52,6 +56,8 @@ class OffloadBench:
     counts: Sequence[int] = (1, 16, 256)
     tokens: int = 1_000_000
     """Of the prompt that is looked up again and again."""
+    model: str = "auto"
+    """That loads or computes: `smollm2`, `tiny`, `auto` (the first where it is installed), `none`."""
     repeats: int = 3
     folder: str | None = None
     """None: a temporary one."""
@@ -63,6 +69,8 @@ class OffloadBench:
         for tier in self.tiers:
             if tier not in TIERS:
                 raise ConfigError(f"--tier is {tier!r}: choose from {', '.join(TIERS)}")
+        if self.model not in MODELS:
+            raise ConfigError(f"--model is {self.model!r}: choose from {', '.join(MODELS)}")
         for size in self.page_bytes:
             if size < PAGE_UNIT or size % PAGE_UNIT:
                 raise ConfigError(f"--size is {size} bytes: give a multiple of {PAGE_UNIT}")
@@ -100,18 +108,29 @@ def run_offload_bench(bench: OffloadBench, progress: Progress) -> dict[str, Any]
         for tier in bench.tiers:
             progress(f"lookups of {bench.tokens:,} tokens, {tier}")
             lookups[tier] = _lookups(bench, tier, folder / f"lookup-{tier}")
+        choices = _loads(bench, folder, progress)
     return {
         "bench": "offload",
         "transfers": transfers,
         "lookup_tokens": bench.tokens,
         "lookups": lookups,
         "limits": {"repeated_lookup_seconds": MOST_LOOKUP_SECONDS},
-        "missed": _missed_lookups(bench.tokens, lookups),
+        "loads": choices,
+        "missed": _missed_lookups(bench.tokens, lookups) + loads.missed_loads(choices),
         "medium": found,
         "repeats": bench.repeats,
         "seed": bench.seed,
         "machine": machine(),
     }
+
+
+def _loads(bench: OffloadBench, folder: Path, progress: Progress) -> dict[str, Any]:
+    tiers = [tier for tier in loads.TIERS if tier in bench.tiers]
+    if bench.model == "none":
+        return {"rows": []}
+    return loads.measure_loads(
+        loads.load_model(bench.model), tiers, bench.repeats, folder, bench.seed, progress
+    )
 
 
 def _missed_lookups(tokens: int, lookups: dict[str, dict[str, float]]) -> list[str]:
@@ -230,4 +249,4 @@ def describe(report: dict[str, Any]) -> Sequence[str]:
         f" ({t['repeated_cpu_seconds'] * 1e3:.3f}; aim at 1M: at most {most * 1e3:g})"
         for tier, t in report["lookups"].items()
     ]
-    return lines
+    return lines + (loads.describe_loads(report["loads"]) if report["loads"]["rows"] else [])

@@ -72,9 +72,9 @@ def _agents(
 
 def _inputs(bench: str, given: dict[str, Any]) -> list[str | Path]:
     """Files that a benchmark reads or runs."""
-    if bench in {"copy", "disk", "offload"}:
+    if bench in {"copy", "disk"}:
         return []
-    if bench == "engine":
+    if bench in {"engine", "offload"}:
         model = find_model_file()
         return [] if model is None else [model]
     peer = importlib.import_module("kvcache.bench.peer")
@@ -123,6 +123,8 @@ def _copy(
 def _offload(
     given: dict[str, Any], seed: int, progress: Callable[[str], None]
 ) -> tuple[dict[str, Any], Sequence[str]]:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in _engine
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
     bench = importlib.import_module("kvcache.bench.offload")
     settings = {**(bench.QUICK if given.pop("quick", False) else {}), **given}
     names = {"tier": "tiers", "size": "page_bytes", "count": "counts"}

