@@ -3,7 +3,8 @@
 *Sessions* return to a device pool too small for them: see `kvcache.bench.sessions`. *Floors*: the
 paged engine against a plain dense forward of the same weights (`kvcache.bench.dense`), which takes
 prompts in one piece and pads decoding requests to the longest; the engine's runner is driven as its
-scheduler drives it. Both sides take turns; a ratio is the median over the pairs.
+scheduler drives it. Both sides take turns; a ratio is the median over the pairs. *Overload*: see
+`kvcache.bench.overload`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from kvcache.bench.aims import missed
 from kvcache.bench.dense import Dense
 from kvcache.bench.machine import machine
+from kvcache.bench.overload import describe_overload, failed_overload, measure_overload
 from kvcache.bench.paged import Paged
 from kvcache.bench.sessions import play_sessions
 from kvcache.bench.sessions_report import describe_sessions, sessions_report
@@ -54,9 +56,10 @@ recomputing: +81.7 % output throughput, 46.6 % less mean end-to-end latency."""
 LIMITS = {
     "latency_vs_recompute": 0.53,
     "scheduler_and_manager_share": 0.02,
+    "overload_share": 0.02,
 }
-"""At most; the share is that of a step that computes."""
-PARTS = ("all", "sessions", "floors")
+"""At most; the shares are those of scheduler and manager, of sessions and under overload."""
+PARTS = ("all", "sessions", "floors", "overload")
 QUICK = {
     "model": "tiny",
     "tokens": 128,
@@ -82,7 +85,7 @@ class EngineBench:
 
     model: str = "smollm2"
     part: str = "all"
-    """Or one alone: `sessions`, `floors`."""
+    """Or one alone: `sessions`, `floors`, `overload`."""
     kv_dtype: str = "fp32"
     """Of K and V in the pages of the sessions; the dense forward has fp32 alone."""
     sessions: SessionsBench = field(default_factory=SessionsBench)
@@ -99,9 +102,9 @@ class EngineBench:
             raise ConfigError(f"--model is {self.model!r}: choose from {', '.join(MODELS)}")
         if self.part not in PARTS:
             raise ConfigError(f"--part is {self.part!r}: choose from {', '.join(PARTS)}")
-        if self.kv_dtype != "fp32" and self.part != "sessions":
+        if self.kv_dtype != "fp32" and self.part in {"all", "floors"}:
             raise ConfigError(
-                f"--kv-dtype is {self.kv_dtype}: the dense forward keeps fp32, so give --part sessions"
+                f"--kv-dtype is {self.kv_dtype}: the dense forward keeps fp32, so give --part sessions or overload"
             )
         for name in ("threads", "tokens", "budget_tokens", "repeats"):
             if getattr(self, name) < 1:
@@ -123,9 +126,15 @@ def run_engine_bench(bench: EngineBench, progress: Callable[[str], None]) -> dic
         if bench.kv_dtype != model.kv_dtype:
             model = Model(model.weights, kv_dtype=bench.kv_dtype)
         report: dict[str, Any] = {"bench": "engine", "model": model.name, "seed": bench.seed}
-        if bench.part != "sessions":
+        if bench.part in {"all", "floors"}:
             report |= _floors(bench, model, progress)
-        if bench.part != "floors":
+        if bench.part in {"all", "overload"}:
+            overload = measure_overload(model, bench.seed, progress)
+            report |= {
+                "overload": overload,
+                "overload_share": overload["scheduler_and_manager_share"],
+            }
+        if bench.part in {"all", "sessions"}:
             played = play_sessions(bench.sessions, model, progress)
             report |= sessions_report(bench.sessions, model, *played)
     finally:
@@ -147,6 +156,8 @@ def _failed(report: dict[str, Any]) -> list[str]:
         for part in ("prefill", "decode")
         if part in report and not report[part]["same_next_tokens"]
     ]
+    if "overload" in report:
+        failed += failed_overload(report["overload"])
     return failed + [
         f"{len(outputs['differences'])} outputs over {outputs['way']} differ from those of the"
         " reference"
@@ -273,6 +284,8 @@ def describe(report: dict[str, Any]) -> Sequence[str]:
             + ("" if part["same_next_tokens"] else "  (next tokens differ)")
             for name, part in ((n, report[n]) for n in ("prefill", "decode"))
         ]
+    if "overload" in report:
+        lines += describe_overload(report["overload"])
     if "ways" in report:
         lines += describe_sessions(report)
     aims = {name: f"at least {value}" for name, value in report["targets"].items()}

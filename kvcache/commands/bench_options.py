@@ -141,8 +141,9 @@ def _add_sessions(options: _Options) -> None:
     )
     options.add(
         "--part",
-        choices=("all", "sessions", "floors"),
-        help="sessions: five ways of memory; floors: paged against dense (all)",
+        choices=("all", "sessions", "floors", "overload"),
+        help="sessions: five ways of memory; floors: paged against dense; overload: far"
+        " more requests than the pool holds (all)",
     )
 
 

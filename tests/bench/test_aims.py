@@ -81,7 +81,11 @@ def test_the_engine_fails_by_other_outputs_and_misses_by_its_figures() -> None:
         "prefill_vs_dense": 0.9,
         "decode_vs_padded": 1.0,
     }
-    assert engine.LIMITS == {"latency_vs_recompute": 0.53, "scheduler_and_manager_share": 0.02}
+    assert engine.LIMITS == {
+        "latency_vs_recompute": 0.53,
+        "scheduler_and_manager_share": 0.02,
+        "overload_share": 0.02,
+    }
 
 
 def test_a_repeated_lookup_of_up_to_a_million_tokens_has_an_aim() -> None:
