@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -206,7 +208,9 @@ def test_the_reference_gap_is_that_of_its_two_best_tokens() -> None:
     )
 
 
-def test_one_json_object_with_all_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_json_object_with_all_keys(
+    tmp_path: Path, repo_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--model", "tiny", "--tokens", "40", "--repeats", "1", "--threads", "1"]
     sizes = ["--sessions", "3", "--turns", "1", "--start-tokens", "48", "--output-tokens", "2"]
     folder = ["--folder", str(tmp_path), "--allow-tmpfs", "--json"]
@@ -215,6 +219,19 @@ def test_one_json_object_with_all_keys(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(key in report for key in KEYS)
     assert report["outputs_equal"] is True
     assert list(tmp_path.iterdir()) == []
+    output = tmp_path / "engine.json"
+    output.write_text(json.dumps(report))
+    script = repo_root / "docs" / "engine_table.py"
+    done = subprocess.run(
+        [sys.executable, script, output], capture_output=True, text=True, check=True, timeout=60
+    )
+    lines = done.stdout.splitlines()
+    assert "Outputs equal: yes." in lines[0]
+    for name in KEYS[:-1]:
+        (line,) = (line for line in lines if line.startswith(f"| `{name}` |"))
+        assert f"| {report[name]:.3f} |" in line
+        assert ("missed" in line) is any(text.startswith(name) for text in report["missed"])
+    assert f"| | {' | '.join(WAYS)} |" in lines
 
 
 @pytest.mark.parametrize(
