@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from kvcache.bench.folder import temporary_folder
 from kvcache.bench.machine import machine
+from kvcache.bench.medium import describe_medium, medium
 from kvcache.connectors import disk_format
 from kvcache.connectors.disk import DEFAULT_BATCH_BYTES
-from kvcache.connectors.disk_folder import DiskFolder
-from kvcache.core.errors import ConfigError
+from kvcache.core.errors import ConfigError, InvariantError
 from kvcache.core.page_files import PageFiles
 
 MOST_BYTES = 1 << 36
@@ -40,6 +40,8 @@ class DiskBench:
 
     folder: str | None = None
     """None: a temporary one."""
+    allow_tmpfs: bool = False
+    """The folder may be in memory."""
     page_bytes: int = 720 << 10
     """16 tokens of SmolLM2-135M in float32."""
     pages: int = 96
@@ -94,8 +96,9 @@ def run_disk_bench(bench: DiskBench, progress: Progress) -> dict[str, Any]:
         ConfigError: the folder cannot be used, or a file of it cannot be written.
     """
     with temporary_folder(bench.folder) as folder:
+        found = medium(folder, allow_tmpfs=bench.allow_tmpfs)
         ways = [_Way(*way) for way in itertools.product((True, False), (False, True), (1, 2))]
-        if not _knows_direct(folder):
+        if not found["direct"]:
             ways = [way for way in ways if not way.direct]
         source, target = _Pages(bench), _Pages(bench)
         shape = bench.pages, bench.page_bytes
@@ -113,17 +116,10 @@ def run_disk_bench(bench: DiskBench, progress: Progress) -> dict[str, Any]:
         "pages": bench.pages,
         "repeats": bench.repeats,
         "seed": bench.seed,
+        "medium": found,
         "bytes_per_second": rates,
         "machine": machine(),
     }
-
-
-def _knows_direct(folder: Path) -> bool:
-    opened = DiskFolder(
-        folder / "probe", text="", page_bytes=[1], direct=None, durable=False, threads=1
-    )
-    opened.close()
-    return opened.direct
 
 
 def _note(rates: dict[str, dict[str, float]], name: str, found: dict[str, float]) -> None:
@@ -227,7 +223,8 @@ def _forget(folder: Path) -> None:
 
 
 def _compare(source: _Pages, target: _Pages) -> None:
-    assert np.array_equal(source.rows, target.rows), "other bytes came back"
+    if not np.array_equal(source.rows, target.rows):
+        raise InvariantError("other bytes came back from --folder than were written")
     target.rows[:] = 0
 
 
@@ -235,7 +232,7 @@ def describe(report: dict[str, Any]) -> Sequence[str]:
     """The report for people."""
     pages, repeats = f"{report['pages']} pages of {report['page_bytes']} bytes", report["repeats"]
     lines = [
-        f"{pages}, GB/s, best of {repeats}:",
+        f"{pages}, GB/s, best of {repeats}; {describe_medium(report['medium'])}:",
         f"{'':18}{'write':>8}{'read cold':>12}{'read warm':>12}",
     ]
     for name, rates in report["bytes_per_second"].items():

@@ -23,7 +23,7 @@ from typing import Any
 from kvcache.bench.agents_presets import comparison_model
 from kvcache.bench.hash import check_size
 from kvcache.bench.machine import machine
-from kvcache.bench.manager_report import describe, report_of
+from kvcache.bench.manager_report import describe, missed_aims, report_of
 from kvcache.bench.manager_work import ROOM_TOKENS
 from kvcache.bench.peer import PEER_SECONDS, check_peer, check_seconds, peer_python
 from kvcache.bench.sides import OURS, PEER, Side, Sides, open_sides
@@ -134,7 +134,7 @@ def run_manager_bench(bench: ManagerBench, progress: Progress) -> dict[str, Any]
         environments = sides.environments
     with start() as fresh:
         memory = run.memory(fresh)
-    return {
+    report = {
         "bench": "manager",
         "tokens": bench.tokens,
         "pool_blocks": bench.pool_blocks,
@@ -147,6 +147,7 @@ def run_manager_bench(bench: ManagerBench, progress: Progress) -> dict[str, Any]
         "peer": environments.get(PEER),
         "machine": machine(),
     }
+    return report | {"missed": missed_aims(report)}
 
 
 class _Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvcache.bench.aims import missed
 from kvcache.bench.sides import OURS, PEER, summary
 
 TARGETS = {
@@ -101,6 +102,16 @@ def report_of(
         "work": work,
         "bytes_per_block": memory,
     }
+
+
+def missed_aims(report: dict[str, Any]) -> list[str]:
+    """What misses its target or limit; at a smaller size than theirs nothing does."""
+    if report["tokens"] < FULL_TOKENS:
+        return []
+    targets = dict(TARGETS)
+    if report["decode_requests"] < FULL_REQUESTS:
+        del targets[f"{_DECODE}256"]
+    return missed(report["ratios"], targets, {}) + missed(report, {}, LIMITS)
 
 
 # ---- for people ----------------------------------------------------------------------------------

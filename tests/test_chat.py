@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,14 @@ from kvcache import CapacityError, ConfigError, InputError
 from kvcache.cli import main
 from kvcache.commands.chat_history import ChatHistory
 from kvcache.connectors.cpu import CpuConnector
+from kvcache.core.hashing import Fingerprint
+from kvcache.core.layout import Geometry
 from kvcache.engine.chat import Message, encode_chat, encode_reply
-from kvcache.engine.conversation import Chat, Conversation
+from kvcache.engine.conversation import DRAFT_TOKENS, Chat, Conversation
+from kvcache.engine.model import Model
 from kvcache.engine.request import Reason
 from kvcache.engine.smollm2 import load_model, load_tokenizer
+from kvcache.engine.speculative import joint_geometry
 from kvcache.engine.tiny import build_model
 from kvcache.engine.tokenizer import ByteTokenizer
 
@@ -98,7 +103,7 @@ def test_answers_do_not_depend_on_where_the_prefix_came_from() -> None:
             model,
             ByteTokenizer(),
             device_bytes=device_bytes,
-            tier=lambda m: CpuConnector(m.geometry, capacity_bytes=8 << 20),
+            tier=lambda geometry, _: CpuConnector(geometry, capacity_bytes=8 << 20),
         )
         one, other, restored = Conversation(), Conversation(), 0
         for text in ("a first message", "a second one", "a third"):
@@ -316,6 +321,10 @@ def test_a_damaged_file_is_named_and_stays(tmp_path: Path, content: str, why: st
         (["--model", "huge"], "invalid choice: 'huge'"),
         (["--disk", ""], "--disk is empty"),
         (["--disk", "file"], "--disk file: File exists"),
+        (["--lazy", "1MiB"], "--lazy says when pages go below: give --host-memory or --disk"),
+        (["--draft", "9"], "--draft 9: 9 layers of 4: give 1 at least"),
+        (["--draft", "1"], "--draft 1: group 'gdn' of the draft model is of kind 'mamba'"),
+        (["--kv-dtype", "int4"], "invalid choice: 'int4'"),
         (["--disk-memory", "1GiB"], "--disk-memory is the size of --disk"),
         (["--disk", "new", "--disk-memory", "1"], "DiskConnector.capacity_bytes is 1"),
         (["--host-memory", "1"], "CpuConnector.capacity_bytes is 1"),
@@ -355,7 +364,7 @@ def test_smollm2_goes_on_where_it_was(smollm2_path: Path) -> None:
             model,
             tokenizer,
             device_bytes=256 * model.geometry.slab_bytes,
-            tier=lambda m: CpuConnector(m.geometry, capacity_bytes=64 << 20),
+            tier=lambda geometry, _: CpuConnector(geometry, capacity_bytes=64 << 20),
         )
         if found:  # a new engine, as after a restart without a tier that outlives it
             say(chat, Conversation(), "What is the capital of France?", max_tokens=1)
@@ -364,3 +373,98 @@ def test_smollm2_goes_on_where_it_was(smollm2_path: Path) -> None:
         chat.close()
         if not found:
             assert "Paris" in answer
+
+
+def play(draft: Model | None, lazy_bytes: int | None) -> tuple[list[list[Message]], Chat]:
+    """Two conversations by turns over a device too small for both; the chat is closed."""
+    names: list[Fingerprint] = []
+
+    def tier(geometry: Geometry, fingerprint: Fingerprint) -> CpuConnector:
+        names.append(fingerprint)
+        return CpuConnector(geometry, capacity_bytes=8 << 20)
+
+    model = build_model()
+    geometry = model.geometry
+    if draft is not None:
+        geometry = joint_geometry(model, draft, DRAFT_TOKENS)
+    chat = Chat(
+        model,
+        ByteTokenizer(),
+        device_bytes=geometry.slabs_needed(240) * geometry.slab_bytes,
+        tier=tier,
+        draft=draft,
+        lazy_bytes=lazy_bytes,
+    )
+    one, other, restored = Conversation(), Conversation(), 0
+    for text in ("a first message", "a second one", "a third"):
+        for conversation in (one, other):
+            say(chat, conversation, f"{text} {conversation is one}", max_tokens=8)
+            assert chat.settle()
+            restored += chat.answer.usage.host_tokens
+    assert restored > 0
+    name = model.name if draft is None else f"{model.name}+{draft.name}"
+    assert names == [Fingerprint(model=name, kv_dtype="fp32")]
+    assert chat.close()
+    return [one.messages, other.messages], chat
+
+
+def test_guesses_and_lazy_stores_change_no_answer() -> None:
+    weights = build_model().weights
+    draft = Model(replace(weights, name="attention", layers=weights.layers[1:2]))
+    alone, plain = play(None, None)
+    guessed, chat = play(draft, None)
+    lazy, _ = play(draft, 1 << 17)
+    assert alone == guessed == lazy
+    assert plain.counters.proposed_tokens == 0
+    assert chat.counters.proposed_tokens > 0
+
+
+def test_lazy_stores_wait_for_the_end_where_the_device_has_room() -> None:
+    stored = []
+    for lazy_bytes in (None, 4096):
+        chat = Chat(
+            build_model(),
+            ByteTokenizer(),
+            tier=lambda geometry, _: CpuConnector(geometry, capacity_bytes=8 << 20),
+            lazy_bytes=lazy_bytes,
+        )
+        say(chat, Conversation(), "a message of some length", max_tokens=40)
+        assert chat.settle()
+        offload = chat._offload
+        assert offload is not None
+        stored.append(offload.stats().stored_pages)
+        assert chat.close()
+        assert offload.stats().stored_pages >= max(stored)
+    assert stored[0] > 0
+    assert stored[1] == 0
+
+
+def test_a_lazy_chat_on_disk_goes_on_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--disk", str(tmp_path), "--lazy", "1MiB", "--kv-dtype", "bf16")
+    first = talk(monkeypatch, capsys, "hello\n", *options)
+    again = talk(monkeypatch, capsys, "and again\n", *options)
+    assert again["turns"][0]["restored_tokens"] > 0
+    assert (again["kv_dtype"], again["draft_layers"], again["proposed_tokens"]) == ("bf16", None, 0)
+    whole = talk(monkeypatch, capsys, "")
+    assert first["device_pool_bytes"] < whole["device_pool_bytes"]
+    other = talk(monkeypatch, capsys, "once more\n", "--disk", str(tmp_path))
+    assert other["turns"][0]["restored_tokens"] == 0
+
+
+def test_the_first_layers_of_smollm2_guess_for_it(
+    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del smollm2_path
+    answers = []
+    for more in ((), ("--draft", "2")):
+        said = talk(
+            monkeypatch, capsys, "What is the capital of France?\n", "--model", "smollm2",
+            "--max-tokens", "6", *more,
+        )  # fmt: skip
+        answers.append(said["turns"][0]["answer"])
+        assert said["draft_layers"] == (2 if more else None)
+        assert (said["proposed_tokens"] > 0) is bool(more)
+    assert answers[0] == answers[1]
+    assert "capital of France" in answers[0]

@@ -20,7 +20,15 @@ from kvcache import ConfigError, InvariantError, cli
 from kvcache.commands import doctor, output, preflight
 from kvcache.core import host_memory, native
 
-HELPERS = {"chat_history", "numbers", "output", "preflight", "replay_words"}
+HELPERS = {
+    "bench_options",
+    "chat_engine",
+    "chat_history",
+    "numbers",
+    "output",
+    "preflight",
+    "replay_words",
+}
 
 
 def cli_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -18,9 +18,7 @@ from kvcache.core.errors import CapacityError, ConfigError, InputError
 
 if TYPE_CHECKING:  # their modules load torch
     from kvcache.commands.chat_history import ChatHistory
-    from kvcache.connectors.base import Connector
     from kvcache.engine.conversation import Chat, Conversation
-    from kvcache.engine.model import Model
 
 HELP = (
     "A chat with a small model, a message a line. After each answer it says how many tokens of the"
@@ -30,7 +28,6 @@ HELP = (
     " an answer."
 )
 
-DISK_BYTES = 4 << 30
 MOST_ANSWER_TOKENS = 1 << 20
 
 
@@ -64,6 +61,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--disk-memory", type=byte_count, metavar="SIZE", help="most that --disk takes (4GiB)"
     )
+    parser.add_argument(
+        "--lazy",
+        type=byte_count,
+        metavar="SIZE",
+        help="pages go below when the device will soon evict them, so many bytes ahead, and at the"
+        " end of the chat (as soon as they are computed)",
+    )
+    parser.add_argument(
+        "--kv-dtype",
+        choices=("fp32", "bf16", "fp8"),
+        default="fp32",
+        help="of K and V in the pages; what is computed is fp32 (fp32)",
+    )
+    parser.add_argument(
+        "--draft",
+        type=whole_number,
+        metavar="N",
+        help="the model's own first N layers guess tokens, the model checks several at once: the same"
+        " answers (no guesses)",
+    )
     parser.add_argument("--threads", type=whole_number, metavar="N", help="that compute (all CPUs)")
 
 
@@ -79,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--threads is {threads}: it must be 1 to 256")
     if args.disk_memory is not None and args.disk is None:
         raise ConfigError("--disk-memory is the size of --disk: give that folder too")
+    if args.lazy is not None and args.disk is None and args.host_memory is None:
+        raise ConfigError("--lazy says when pages go below: give --host-memory or --disk too")
     if args.disk == "":
         raise ConfigError("--disk is empty: give a folder")
     # Threads that spin while they wait starve each other where processes share the cores.
@@ -87,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
     import torch  # noqa: PLC0415
 
     from kvcache.bench.demo import load_kit  # noqa: PLC0415
+    from kvcache.commands.chat_engine import make_chat  # noqa: PLC0415
     from kvcache.commands.chat_history import ChatHistory  # noqa: PLC0415
-    from kvcache.engine.conversation import Chat  # noqa: PLC0415
 
     torch.set_num_threads(threads)
     with Progress() as progress, contextlib.ExitStack() as stack:
@@ -98,20 +117,8 @@ def run(args: argparse.Namespace) -> int:
         if args.disk is not None:
             history = ChatHistory(args.disk, kit.model.name, kit.model.vocab_size)
             stack.enter_context(history)
-        tier = None
-        if history is not None or args.host_memory is not None:
-
-            def tier(model: Model) -> Connector:
-                return _tier(model, args, history)
-
         found, current = ([], 0) if history is None else history.load()
-        chat = Chat(
-            kit.model,
-            kit.tokenizer,
-            device_bytes=args.device_memory,
-            tier=tier,
-            system=args.system,
-        )
+        chat = make_chat(args, kit, history)
         talk = _Talk(chat, kit.model.name, args, history, found, current)
         progress.close()
         try:
@@ -122,28 +129,6 @@ def run(args: argparse.Namespace) -> int:
         finally:
             if not chat.close():
                 sys.stderr.write("kvcache: not all of it reached the tier in time\n")
-
-
-def _tier(model: Model, args: argparse.Namespace, history: ChatHistory | None) -> Connector:
-    """Host memory, a disk, or one over the other."""
-    from kvcache.connectors.chain import ChainConnector  # noqa: PLC0415
-    from kvcache.connectors.cpu import CpuConnector  # noqa: PLC0415
-    from kvcache.connectors.disk import DiskConnector  # noqa: PLC0415
-
-    host = None
-    if args.host_memory is not None:
-        host = CpuConnector(model.geometry, capacity_bytes=args.host_memory)
-    if history is None:
-        assert host is not None
-        return host
-    disk = DiskConnector(
-        model.geometry,
-        folder=history.pages,
-        fingerprint=model.fingerprint(),
-        layout="whole",
-        capacity_bytes=args.disk_memory or DISK_BYTES,
-    )
-    return disk if host is None else ChainConnector(host, disk)
 
 
 class _Talk:
@@ -279,6 +264,7 @@ class _Talk:
                 if usage.output_tokens > 1
                 else ""
             )
+            + self._guesses()
             + ("; stopped" if interrupts.seen else "")
             + "]\n"
         )
@@ -304,6 +290,13 @@ class _Talk:
         if interrupts.seen and not self._person:
             raise KeyboardInterrupt
 
+    def _guesses(self) -> str:
+        """Of the whole chat so far."""
+        counters = self._chat.counters
+        if self._args.draft is None:
+            return ""
+        return f"; {counters.accepted_tokens:,} of {counters.proposed_tokens:,} guesses were right"
+
     def _report(self) -> dict[str, Any]:
         return {
             "schema": "kvcache/chat/1",
@@ -312,6 +305,10 @@ class _Talk:
             "limit_tokens": self._chat.limit_tokens,
             "host_memory": self._args.host_memory,
             "disk": self._args.disk,
+            "kv_dtype": self._args.kv_dtype,
+            "draft_layers": self._args.draft,
+            "proposed_tokens": self._chat.counters.proposed_tokens,
+            "accepted_tokens": self._chat.counters.accepted_tokens,
             "conversations": len(self._conversations),
             "turns": self._turns,
         }

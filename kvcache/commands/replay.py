@@ -52,8 +52,10 @@ UNSET = object()
 
 HELP = (
     "Runs a request trace through the block manager: hit rate against an infinite cache, and where"
-    " the other tokens went. With --hardware through the engine's scheduler too, in simulated time:"
-    " queues, preemptions, latencies, a host tier."
+    " the other tokens went. Without --hardware there is no scheduler: each request is served alone, at"
+    " once, in order, so that no hit rate shows queueing, preemption, or pages that running requests"
+    " hold. With --hardware the engine's own scheduler serves them in simulated time: these show, and"
+    " latencies, and a host tier."
 )
 
 TIMED_FLAGS = ("weights", "token_budget", "max_requests", "host_tokens", "speed")
@@ -81,7 +83,7 @@ def add_timing_arguments(parser: argparse.ArgumentParser) -> None:
     """How time passes."""
     group = parser.add_argument_group(
         "simulated time",
-        "Without --hardware each request is served at once, in order: the hit rates of a policy alone.",
+        "With --hardware the engine's scheduler serves the trace; without it nothing below counts.",
     )
     group.add_argument(
         "--hardware",

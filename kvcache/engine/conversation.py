@@ -17,12 +17,16 @@ from numpy.typing import NDArray
 from kvcache.connectors.base import Connector
 from kvcache.connectors.driver import Offload
 from kvcache.core.errors import CapacityError, ConfigError
+from kvcache.core.hashing import Fingerprint
+from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
 from kvcache.engine.chat import DEFAULT_SYSTEM, Message, encode_chat, encode_reply, end_of_answer
 from kvcache.engine.engine import Engine, EngineSettings
 from kvcache.engine.model import Model
+from kvcache.engine.queues import Counters
 from kvcache.engine.request import Reason, Token, Usage
 from kvcache.engine.runner import TorchRunner
+from kvcache.engine.speculative import SpeculativeRunner, joint_fingerprint, joint_geometry
 from kvcache.engine.tokenizer import StreamDecoder, Tokenizer
 from kvcache.retention import Sparse
 
@@ -30,6 +34,8 @@ LEAST_TOKENS = 64
 """A device pool that holds less holds no conversation."""
 DRAIN_SECONDS = 30.0
 TOKEN_BUDGET = 512
+DRAFT_TOKENS = 4
+"""Most guesses of one step, where there is a draft model."""
 
 
 @dataclass(slots=True)
@@ -60,8 +66,11 @@ class Chat:
     Args:
         model, tokenizer: who answers.
         device_bytes: size of the device pool; None: room for the longest conversation.
-        tier: makes the tier below it for the model; None: there is none.
+        tier: makes the tier below it; None: there is none.
         system: message before each new conversation; empty: the model's own.
+        draft: guesses tokens that the model then checks, see `SpeculativeRunner`; None: nobody does.
+        lazy_bytes: see `Offload`: pages go to the tier shortly before the device evicts them, and at
+            the end. None: as soon as they are computed.
 
     Attributes:
         limit_tokens: of one conversation: what the context and the device pool hold.
@@ -74,10 +83,16 @@ class Chat:
         tokenizer: Tokenizer,
         *,
         device_bytes: int | None = None,
-        tier: Callable[[Model], Connector] | None = None,
+        tier: Callable[[Geometry, Fingerprint], Connector] | None = None,
         system: str = "",
+        draft: Model | None = None,
+        lazy_bytes: int | None = None,
     ) -> None:
-        geometry, context = model.geometry, model.context_tokens
+        geometry, fingerprint, context = model.geometry, model.fingerprint(), model.context_tokens
+        if draft is not None:
+            geometry = joint_geometry(model, draft, DRAFT_TOKENS)
+            fingerprint = joint_fingerprint(model, draft)
+            context = min(context, draft.context_tokens)
         whole = geometry.slabs_needed(context)
         slabs = whole if device_bytes is None else min(whole, geometry.slabs_in(device_bytes))
         fitting = _most_tokens(lambda n: geometry.slabs_needed(n) <= slabs, context)
@@ -90,15 +105,24 @@ class Chat:
         self.device_bytes = slabs * geometry.slab_bytes
         self._tokenizer, self._system = tokenizer, system
         self._stop_ids = end_of_answer(tokenizer)
-        runner = TorchRunner(model, slabs)
+        runner = (
+            TorchRunner(model, slabs)
+            if draft is None
+            else SpeculativeRunner(model, draft, slabs, draft_tokens=DRAFT_TOKENS)
+        )
         manager = Manager(
             geometry,
             slabs=slabs,
             movable=True,
             retention=Sparse(),
-            fingerprint=model.fingerprint(),
+            fingerprint=fingerprint,
         )
-        self._offload = None if tier is None else Offload(manager, tier(model), runner.regions())
+        self._lazy = lazy_bytes is not None
+        self._offload = None
+        if tier is not None:
+            self._offload = Offload(
+                manager, tier(geometry, fingerprint), runner.regions(), lazy_bytes=lazy_bytes
+            )
         self._engine = Engine(
             runner, manager, self._offload, settings=EngineSettings(token_budget=TOKEN_BUDGET)
         )
@@ -179,13 +203,24 @@ class Chat:
     def _opening(self) -> list[Message]:
         return [Message("system", self._system or DEFAULT_SYSTEM)]
 
+    @property
+    def counters(self) -> Counters:
+        """Of the engine."""
+        return self._engine.counters
+
     def settle(self) -> bool:
-        """Let everything computed so far reach the last tier. False: it did not in time."""
+        """Let everything computed so far reach the last tier, unless stores are lazy.
+
+        False: it did not in time.
+        """
+        return self._lazy or self._drain()
+
+    def _drain(self) -> bool:
         return self._offload is None or self._offload.drain(DRAIN_SECONDS)
 
     def close(self) -> bool:
-        """`settle`, and end the tier."""
-        settled = self.settle()
+        """Let everything reach the last tier, and end that. False: it did not in time."""
+        settled = self._drain()
         if self._offload is not None:
             self._offload.close()
         return settled

@@ -77,6 +77,11 @@ def joint_geometry(model: Model, draft: Model, draft_tokens: int) -> Geometry:
     return Geometry((*ours, *theirs), state_grid_tokens=model.geometry.state_grid_tokens)
 
 
+def joint_fingerprint(model: Model, draft: Model) -> Fingerprint:
+    """Of pages that both models fill: the draft model's are of no use to another one."""
+    return replace(model.fingerprint(), model=f"{model.name}+{draft.name}")
+
+
 class _Part:
     """The pages of one model's groups, those from `first` on."""
 

@@ -23,7 +23,8 @@ def test_each_way_is_measured_beside_plain_files_and_nothing_is_left(tmp_path: P
     """`run_disk_bench` compares what came back, byte for byte."""
     said: list[str] = []
     report = run_disk_bench(
-        DiskBench(folder=str(tmp_path), page_bytes=5000, pages=5, repeats=2), said.append
+        DiskBench(folder=str(tmp_path), allow_tmpfs=True, page_bytes=5000, pages=5, repeats=2),
+        said.append,
     )
     assert said == ["round 1 of 2", "round 2 of 2"]
     assert json.loads(json.dumps(report)) == report
@@ -35,7 +36,9 @@ def test_each_way_is_measured_beside_plain_files_and_nothing_is_left(tmp_path: P
         assert min(row.values()) > 0
     lines = describe(report)
     assert len(lines) == 2 + len(rates)
-    assert lines[0] == "5 pages of 5000 bytes, GB/s, best of 2:"
+    assert lines[0].startswith("5 pages of 5000 bytes, GB/s, best of 2; files: ")
+    direct = any(way.startswith("direct") for way in rates)
+    assert report["medium"]["direct"] is direct
     assert list(tmp_path.iterdir()) == []
 
 
@@ -56,7 +59,7 @@ def test_sizes_that_cannot_be_are_named(settings: dict[str, int], message: str) 
 def test_the_command_prints_one_object_and_names_a_bad_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ["--pages", "2", "--page-bytes", "4KiB", "--repeats", "1"]
+    small = ["--pages", "2", "--page-bytes", "4KiB", "--repeats", "1", "--allow-tmpfs"]
     assert cli.main(["bench", "disk", "--folder", str(tmp_path), *small, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["bench"], report["pages"], report["page_bytes"]) == ("disk", 2, 4096)

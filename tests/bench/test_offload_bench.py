@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvcache.bench.loads import _row, describe_loads, missed_loads
 from kvcache.bench.offload import OffloadBench, run_offload_bench
 from kvcache.bench.offload_rig import Rig
 from kvcache.cli import main
@@ -20,7 +21,17 @@ def test_every_tier_moves_every_page_and_says_what_it_took(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--size", "4KiB", "--size", "12KiB", "--count", "1", "--count", "5"]
-    few = ["--repeats", "1", "--tokens", "640", "--folder", str(tmp_path)]
+    few = [
+        "--model",
+        "none",
+        "--repeats",
+        "1",
+        "--tokens",
+        "640",
+        "--folder",
+        str(tmp_path),
+        "--allow-tmpfs",
+    ]
     assert main(["bench", "offload", *sizes, *few, "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -95,6 +106,7 @@ def test_lookups_are_of_the_whole_prompt(tmp_path: Path) -> None:
     [
         (["--size", "5000"], "--size is 5000 bytes: give a multiple of 4096"),
         (["--count", "0"], "--count is 0"),
+        (["--model", "huge"], "--model is 'huge': choose from auto, smollm2, tiny, none"),
         (["--tier", "tape"], "invalid choice: 'tape'"),
         (["--tokens", "1"], "--tokens is 1: at least 32"),
         (["--size", "1GiB", "--count", "16"], "at most 8589934592"),
@@ -115,16 +127,80 @@ def test_a_wrong_setting_is_one_line_and_exit_2(
 def test_the_table_has_a_line_for_each_row_and_each_lookup(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quick = ["--tier", "host", "--size", "4KiB", "--count", "2", "--repeats", "1"]
+    quick = [
+        "--model",
+        "none",
+        "--tier",
+        "host",
+        "--size",
+        "4KiB",
+        "--count",
+        "2",
+        "--repeats",
+        "1",
+    ]
     assert main(["bench", "offload", *quick, "--tokens", "64", "--folder", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["tier", "host", "lookup"]
+    assert [line.split()[0] for line in lines[1:-1]] == ["tier", "host", "lookup"]
 
 
 def test_rounds_are_the_same_for_a_seed(tmp_path: Path) -> None:
     bench = OffloadBench(
-        tiers=("host",), page_bytes=(PAGE,), counts=(2,), tokens=64, repeats=1, folder=str(tmp_path)
+        model="none",
+        tiers=("host",),
+        page_bytes=(PAGE,),
+        counts=(2,),
+        tokens=64,
+        repeats=1,
+        folder=str(tmp_path),
     )
     report = run_offload_bench(bench, lambda _: None)
     assert [row["pages"] for row in report["transfers"]] == [2]
     assert report["seed"] == 0
+
+
+def test_a_model_loads_always_or_never_or_as_it_thinks_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--tier", "host", "--tier", "disk", "--size", "4KiB", "--count", "1", "--repeats", "2"]
+    place = ["--folder", str(tmp_path), "--allow-tmpfs", "--tokens", "64"]
+    assert main(["bench", "offload", "--model", "tiny", *few, *place, "--json"]) == 0
+    loads = json.loads(capsys.readouterr().out)["loads"]
+    assert loads["model"] == "tiny-hybrid-0"
+    rows = loads["rows"]
+    lengths = (33, 129, 513)
+    assert [(r["tier"], r["prompt_tokens"]) for r in rows] == [
+        (tier, n) for tier in ("host", "disk") for n in lengths
+    ]
+    for row in rows:
+        seconds, loaded = row["first_token_seconds"], row["loaded_tokens"]
+        assert seconds[row["better"]] == min(seconds["always"], seconds["never"])
+        assert row["auto_vs_better"] > 0
+        assert loaded["always"] == row["prompt_tokens"] - 1
+        assert loaded["never"] == 0
+        assert 0 <= loaded["auto"] <= loaded["always"]
+    assert len(describe_loads(loads)) == 2 + len(rows)
+
+
+def test_auto_is_too_slow_beyond_a_tenth() -> None:
+    row = {"tier": "disk", "prompt_tokens": 129}
+    found = {"rows": [row | {"auto_vs_better": 1.1}, row | {"auto_vs_better": 1.111}]}
+    assert missed_loads(found) == [
+        (
+            "disk, a prompt of 129 tokens: auto takes 1.11 of the better of loading and computing, aim:"
+            " at most 1.1"
+        )
+    ]
+    assert missed_loads({"rows": []}) == []
+
+
+def test_auto_stands_beside_the_better_of_the_two_round_by_round() -> None:
+    taken = {
+        "always": [(1.0, 32), (4.0, 32), (2.0, 32)],
+        "never": [(3.0, 0), (3.0, 0), (3.0, 0)],
+        "auto": [(2.0, 32), (4.0, 0), (3.0, 32)],
+    }
+    row = _row("host", 33, taken)
+    assert (row["better"], row["auto_vs_better"]) == ("always", 1.5)
+    assert row["first_token_seconds"] == {"always": 2.0, "never": 3.0, "auto": 3.0}
+    assert row["loaded_tokens"] == {"always": 32, "never": 0, "auto": 32}

@@ -11,6 +11,8 @@ from replays.command import run
 from replays.files import SESSION_0504, csv
 from replays.naive import random_trace, write_trace
 
+from kvcache.cli import main
+
 KEYS = (
     "hardware", "token_budget", "max_requests", "host_tokens", "ttft_seconds", "latency_seconds",
     "queue_seconds", "seconds_per_output_token", "requests_per_second", "output_tokens_per_second",
@@ -122,3 +124,10 @@ def test_sessions_need_lanes_and_lanes_no_speed(
     )
     assert status == 0
     assert json.loads(out)["requests"] > 3
+
+
+def test_the_help_says_when_a_scheduler_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Without --hardware there is no scheduler: each request is served alone" in text
+    assert "With --hardware the engine's own scheduler serves them in simulated time" in text

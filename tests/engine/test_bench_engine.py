@@ -12,8 +12,10 @@ import torch
 from engine import paged
 from numpy.typing import NDArray
 
+from kvcache.bench import dense
 from kvcache.bench.engine import EngineBench, run_engine_bench
 from kvcache.core.errors import ConfigError
+from kvcache.engine import ops
 from kvcache.engine.chunk import Chunk
 
 
@@ -49,9 +51,10 @@ def test_the_engine_bench_prints_one_json_object_of_two_equal_computations(tmp_p
 def test_the_engine_bench_has_a_form_for_people() -> None:
     done = bench("engine", *SMALL)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [
-        "tiny-hybrid-0,", "paged", "prefill", "decode",
-    ]  # fmt: skip
+    lines = [line.split()[0] for line in done.stdout.splitlines() if line]
+    assert lines[:4] == ["tiny-hybrid-0,", "paged", "prefill", "decode"]
+    assert lines[4:6] == ["prefill_vs_dense", "decode_vs_padded"]
+    assert set(lines[6:]) <= {"missed:", "All"}
 
 
 @pytest.mark.parametrize(
@@ -98,3 +101,17 @@ def test_a_wrong_paged_computation_would_be_seen(monkeypatch: pytest.MonkeyPatch
     )
     assert report["prefill"]["same_next_tokens"] is False
     assert report["decode"]["max_logit_difference"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("rows", "weight_left"), [(3, False), (4, True), (128, True), (129, False)]
+)
+def test_the_dense_forward_multiplies_few_rows_as_the_engine_does(
+    rows: int, weight_left: bool
+) -> None:
+    x, weight = torch.randn(rows, 1, 8), torch.randn(6, 8)
+    product = dense._linear(x, weight)
+    assert product.shape == (rows, 1, 6)
+    assert torch.allclose(product, x @ weight.t(), atol=1e-5)
+    assert (product.stride(-1) == rows) is weight_left
+    assert (ops.linear(x[:, 0], weight).stride(-1) == rows) is weight_left

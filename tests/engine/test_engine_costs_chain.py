@@ -126,6 +126,7 @@ def test_a_slow_disk_is_not_waited_for_and_the_host_above_it_is_used(
             geometry,
             folder=tmp_path,
             fingerprint=FINGERPRINT,
+            layout="whole",
             pages=[256],
             batch_bytes=1,
             files=SlowFiles,

@@ -6,6 +6,7 @@ from mutate.mutant import Mutant
 
 SESSIONS = "tests/bench/test_engine_bench_sessions.py::test_"
 OFFLOAD = "tests/bench/test_offload_bench.py::test_"
+AIMS = "tests/bench/test_aims.py::test_"
 CHAT = "tests/test_chat.py::test_"
 DEMO = "tests/test_demo.py::test_"
 
@@ -19,10 +20,32 @@ BENCH = [
     ),
     Mutant(
         "a small pool that holds every session",
-        "bench/sessions.py",
+        "bench/sessions_way.py",
         "tokens = bench.pool_tokens if small else every",
         "tokens = every",
         (SESSIONS + "each_way_reuses_what_its_memory_allows",),
+    ),
+    Mutant(
+        "a missed aim that is required is no failure",
+        "bench/aims.py",
+        'not (require and report.get("missed"))',
+        "True",
+        (AIMS + "what_fails_ends_with_1_and_what_misses_only_where_that_is_required",),
+    ),
+    Mutant(
+        "files in memory pass for a disk",
+        "bench/medium.py",
+        "if kind in IN_MEMORY and not allow_tmpfs:",
+        "if kind in IN_MEMORY and allow_tmpfs:",
+        ("tests/bench/test_medium.py::test_memory_is_refused_unless_it_is_asked_for",),
+        errors=("ConfigError",),
+    ),
+    Mutant(
+        "sessions that ask in the same order every round",
+        "bench/sessions.py",
+        "np.random.default_rng([bench.seed, number])",
+        "np.random.default_rng(bench.seed)",
+        (SESSIONS + "sessions_ask_in_another_order_each_round_and_all_ways_alike",),
     ),
     Mutant(
         "an upper tier that still has what is loaded from below",
