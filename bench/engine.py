@@ -48,8 +48,8 @@ TARGETS = {
     "throughput_vs_recompute": 1.82,
     "host_vs_unlimited": 0.95,
     "disk_vs_unlimited": 0.90,
-    "prefill_vs_dense": 0.90,
-    "decode_vs_padded": 1.0,
+    "prefill_vs_dense": 0.85,
+    "decode_vs_padded": 0.8,
 }
 """At least. The first one, and the latency below, are what vLLM reports for its CPU offload against
 recomputing: +81.7 % output throughput, 46.6 % less mean end-to-end latency."""
