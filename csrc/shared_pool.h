@@ -26,6 +26,7 @@ namespace kvc {
 
 inline constexpr int kMostUsers = 64;
 inline constexpr int64_t kMostSharedGroups = 64;
+inline constexpr int32_t kNone = -1;  // no slot
 
 // The key of a page: all zeros for native keys, then the digest.
 struct SharedName {
@@ -131,6 +132,9 @@ class SharedPool {
                   Visit&& visit);
     int32_t check_slots(int64_t group, const int32_t* slots, int64_t n) const;
     uint64_t hash(const SharedName& name) const;
+    static uint64_t home(const SharedGroup& g, uint64_t hash) {
+        return (hash >> 32) * static_cast<uint64_t>(g.places) >> 32;
+    }
     int32_t find(SharedGroup& g, const SharedName& name, uint64_t hash);
     void insert(SharedGroup& g, int32_t slot, uint64_t hash);
     void erase(SharedGroup& g, int32_t slot);
