@@ -35,6 +35,7 @@ from kvcache.connectors.pool_records import (
     read_only,
     signature_of,
 )
+from kvcache.connectors.pool_spaces import PoolSpaces
 from kvcache.connectors.slots_aside import NO_SPACE, SlotsAside
 from kvcache.connectors.tier_counts import count_result
 from kvcache.core.errors import ConfigError, InvariantError
@@ -80,7 +81,7 @@ class PoolScheduler(TierScheduler):
         ]
         self._aside = SlotsAside(self._pools)
         self._deadline_seconds = deadline_seconds
-        self._numbers: dict[bytes, int] = {}
+        self._numbers = PoolSpaces(self._pools)
         self._promises: dict[int, Promise] = {}
         self._plans: dict[int, Plan] = {}
         self._storing: defaultdict[tuple[int, bytes], KeysInFlight] = defaultdict(KeysInFlight)
@@ -201,18 +202,17 @@ class PoolScheduler(TierScheduler):
         parts = [part._replace(rows=place[part.rows]) for part in parts]
         return self._start(Direction.STORE, items[chosen], slots[chosen], parts), chosen
 
-    def _number(self, namespace: bytes) -> int:
-        return self._numbers.setdefault(namespace, len(self._numbers))
-
     def _take(self, group: int, count: int) -> NDArray[np.int32]:
         """Up to `count` slots, held, whose keys are gone."""
         return self._pools[group].take(count)
 
     def _unstored(self, items: NDArray[np.void], part: Part) -> NDArray[np.intp]:
         """Rows of the part that are not stored, not being stored, and not repeated."""
-        number = self._number(part.namespace)
+        number = self._numbers.get(part.namespace)
         digests = items["digest"][part.rows]
-        absent = self._pools[part.group].present(number, digests) == 0
+        absent = np.ones(len(digests), np.bool_)
+        if number is not None:
+            absent = self._pools[part.group].present(number, digests) == 0
         new = self._storing.get(part.key, KeysInFlight()).new(digests[absent])
         rows: NDArray[np.intp] = part.rows[absent][new]
         return rows
@@ -277,7 +277,8 @@ class PoolScheduler(TierScheduler):
         slots = plan.slots[part.rows].astype(np.int32)
         if plan.direction is Direction.STORE:
             digests = plan.items["digest"][part.rows]
-            self._publish(part.group, part.namespace, digests[good], slots[good])
+            if good.any():
+                self._publish(part.group, part.namespace, digests[good], slots[good])
             storing = self._storing[part.key]
             storing.remove(part.mark)
             if not storing:
@@ -291,7 +292,7 @@ class PoolScheduler(TierScheduler):
         self, group: int, namespace: bytes, digests: NDArray[np.uint8], slots: NDArray[np.int32]
     ) -> NDArray[np.uint8]:
         """Held slots get their keys; 0 where another slot has it."""
-        return self._pools[group].publish(self._number(namespace), digests, slots)
+        return self._pools[group].publish(self._numbers.give(namespace), digests, slots)
 
     def _unpublish(self, group: int, slots: NDArray[np.int32]) -> None:
         """Held slots lose their keys."""
@@ -302,11 +303,10 @@ class PoolScheduler(TierScheduler):
 
     def take_events(self) -> list[KeyEvent]:
         """Group after group. Empty unless made with `events`."""
-        namespaces = list(self._numbers)  # numbered in this order
         told: list[KeyEvent] = []
         lost = False
         for group, pool in enumerate(self._pools):
-            for event in pool_events(group, pool.take_events(), namespaces):
+            for event in pool_events(group, pool.take_events(), self._numbers.names):
                 if isinstance(event, KeysLost):
                     lost = True
                 else:

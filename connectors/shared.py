@@ -15,6 +15,7 @@ from kvcache.connectors.disk_format import layout_digest, layout_text
 from kvcache.connectors.host_worker import HostBatch, HostWorker
 from kvcache.connectors.pool_records import Part, names_of
 from kvcache.connectors.pool_scheduler import PoolScheduler
+from kvcache.connectors.pool_spaces import PoolSpaces
 from kvcache.connectors.region_copy import PageStage
 from kvcache.connectors.settings import (
     folder_path,
@@ -29,7 +30,6 @@ from kvcache.core.errors import ConfigError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.hashing import Fingerprint
 from kvcache.core.layout import Geometry
-from kvcache.core.shared_pool import SpaceNumbers
 from kvcache.core.values import flag, index_seed, shown, text
 
 DEFAULT_BATCH_BYTES = 16 << 20
@@ -144,8 +144,7 @@ class SharedScheduler(PoolScheduler):
         super().__init__(
             slot_bytes, slots, deadline_seconds=deadline_seconds, pools=region.tables.pools
         )
-        self._numbers = SpaceNumbers()
-
+        self._numbers = SharedSpaces()
         self._region = region
 
     @property
@@ -160,6 +159,19 @@ class SharedScheduler(PoolScheduler):
 
     def _names(self, items: NDArray[np.void], parts: list[Part]) -> NDArray[np.uint8]:
         return names_of(items, parts)
+
+
+class SharedSpaces(PoolSpaces):
+    """Numbers of namespaces that are the namespaces: equal in all processes, and none is kept."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def get(self, namespace: bytes) -> int:
+        """Every namespace has one."""
+        return int.from_bytes(namespace, "little")
+
+    give = get
 
 
 class _SharedMover:

@@ -93,6 +93,9 @@ int32_t kvc_pool_journal(kvc_pool* pool, int64_t most);
  * comes first: what follows it is right and complete. *n = how many; with less room than that (cap) nothing is written
  * or forgotten. */
 int32_t kvc_pool_take_events(kvc_pool* pool, kvc_pool_event* events, int64_t cap, int64_t* n);
+/* The ns of all keys and of all events that wait, ascending, each once. *n = how many; with less room (cap) nothing is
+ * written. O(pages). */
+int32_t kvc_pool_spaces(kvc_pool* pool, uint32_t* spaces, int64_t cap, int64_t* n);
 int32_t kvc_pool_get_stats(kvc_pool* pool, kvc_pool_stats* out);
 int32_t kvc_pool_check(kvc_pool* pool);
 

@@ -28,6 +28,7 @@ constexpr const char* kFunctions[] = {
     "kvc_pool_get_stats",
     "kvc_pool_journal",
     "kvc_pool_take_events",
+    "kvc_pool_spaces",
     "kvc_manager_new",
     "kvc_open",
     "kvc_extend",

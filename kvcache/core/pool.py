@@ -142,6 +142,15 @@ class PagePool:
         native.call(self._lib.kvc_pool_take_events, self._native, events, len(out), n)
         return out
 
+    def namespaces(self) -> NDArray[np.uint32]:
+        """Numbers of namespaces that a key has, or an event that waits: ascending, once. O(pages)."""
+        n = self._ffi.new("int64_t*")
+        native.call(self._lib.kvc_pool_spaces, self._native, self._ffi.NULL, 0, n)
+        out = np.empty(n[0], np.uint32)
+        buffer = self._ffi.from_buffer("uint32_t[]", out)
+        native.call(self._lib.kvc_pool_spaces, self._native, buffer, len(out), n)
+        return out
+
     def stats(self) -> PoolStats:
         """Pages by state. O(1)."""
         out: Any = self._ffi.new("kvc_pool_stats*")

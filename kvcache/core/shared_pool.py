@@ -27,18 +27,6 @@ _PAUSE_SECONDS = 1.0
 """Who did not get the lock does not try for so long: its owner was stopped in the middle of a change."""
 
 
-class SpaceNumbers(dict[bytes, int]):
-    """Numbers of namespaces that are the namespaces: equal in all processes, and none is kept."""
-
-    def get(self, namespace: bytes, default: object = None) -> int:  # noqa: ARG002
-        """Every namespace has one."""
-        return int.from_bytes(namespace, "little")
-
-    def setdefault(self, namespace: bytes, default: int = 0) -> int:  # noqa: ARG002
-        """Every namespace has one."""
-        return int.from_bytes(namespace, "little")
-
-
 class SharedStats(NamedTuple):
     """The slots of one group, as all processes use them."""
 
