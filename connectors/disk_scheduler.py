@@ -65,12 +65,12 @@ class DiskScheduler(PoolScheduler):
 
     # ---- what is asked -------------------------------------------------------------------------
 
-    def lookup(self, keys: RequestKeys) -> list[NDArray[np.uint8]]:
+    def lookup(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:
         """As `PoolScheduler.lookup`, with what was heard since."""
         self._hear()
         return super().lookup(keys)
 
-    def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]]:
+    def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:
         """As `PoolScheduler.holds`, with what was heard since."""
         self._hear()
         return super().holds(keys)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,7 @@ from kvcache.core.errors import ConfigError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.hashing import Fingerprint
 from kvcache.core.layout import Geometry
+from kvcache.core.pool import PoolBusyError
 from kvcache.core.values import flag, index_seed, shown, text
 
 DEFAULT_BATCH_BYTES = 16 << 20
@@ -142,20 +144,39 @@ class SharedScheduler(PoolScheduler):
         deadline_seconds: float,
     ) -> None:
         super().__init__(
-            slot_bytes, slots, deadline_seconds=deadline_seconds, pools=region.tables.pools
+            slot_bytes,
+            slots,
+            deadline_seconds=deadline_seconds,
+            pools=region.tables.pools,
+            spaces=SharedSpaces(),
         )
-        self._numbers = SharedSpaces()
         self._region = region
 
     @property
     def busy_calls(self) -> int:
-        """Calls that another process, stopped in the middle of a change, kept from being made."""
+        """Calls that did not get the lock in time: another process was stopped in the middle of a change."""
         return self._region.tables.busy
 
     @property
     def repairs(self) -> int:
         """How often the tables were made anew after a death in the middle of a change."""
         return max(pool.shared_stats().recoveries for pool in self._region.tables.pools)
+
+    @property
+    def tables_bytes(self) -> int:
+        """Of the region: bookkeeping of all slots, beside `capacity_bytes`."""
+        return self._region.tables_bytes
+
+    def _acquire(
+        self, group: int, number: int, digests: NDArray[np.uint8], held: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
+        pool = self._region.tables.pools[group]
+        slots = pool.acquire_held(number, digests, held)
+        rest = np.flatnonzero(slots < 0)
+        if len(rest):
+            with suppress(PoolBusyError):
+                slots[rest] = pool.acquire(number, digests[rest])
+        return slots
 
     def _names(self, items: NDArray[np.void], parts: list[Part]) -> NDArray[np.uint8]:
         return names_of(items, parts)

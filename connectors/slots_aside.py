@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.pool import PagePool
+from kvcache.core.pool import Pool
 
 NO_SPACE = "NoSpace"
 """Kind of error of a store that the medium had no room for."""
@@ -23,7 +23,7 @@ class SlotsAside:
     Meanwhile what is stored replaces what is old.
     """
 
-    def __init__(self, pools: Sequence[PagePool]) -> None:
+    def __init__(self, pools: Sequence[Pool]) -> None:
         self._pools = pools
         self._until = 0.0
         self.slots: list[NDArray[np.int32]] = [np.zeros(0, np.int32) for _ in pools]

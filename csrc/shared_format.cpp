@@ -1,4 +1,6 @@
 // Implementation of `shared_pool.h`: the tables of a region are made, and looked at by who attaches.
+#include <sys/stat.h>
+
 #include <array>
 #include <atomic>
 #include <bit>
@@ -12,7 +14,7 @@ namespace kvc {
 namespace {
 
 constexpr auto kMagic = std::bit_cast<uint64_t>(std::array<char, 8>{'k', 'v', 'c', 'h', 'o', 's', 't', '\n'});
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr int64_t kPageAlign = 4096;
 
 using L = long long;
@@ -33,6 +35,16 @@ int64_t lay_out(int64_t groups, const int64_t* slots, Visit&& visit) {
     return aligned(at, kPageAlign);
 }
 
+// Of this process; 0: a system that does not tell.
+uint64_t pid_space() {
+    struct stat about{};
+    return stat("/proc/self/ns/pid", &about) ? 0 : about.st_ino;
+}
+
+int32_t too_small(int64_t bytes, int64_t needed) {
+    return fail(KVC_E_ARGUMENT, "%lld bytes for a region of %lld", static_cast<L>(bytes), static_cast<L>(needed));
+}
+
 }  // namespace
 
 int64_t SharedPool::tables_bytes(int64_t groups, const int64_t* slots) {
@@ -42,9 +54,12 @@ int64_t SharedPool::tables_bytes(int64_t groups, const int64_t* slots) {
 // The memory is all zeros, and nobody else looks at it. The magic comes last.
 int32_t SharedPool::format(uint8_t* base, int64_t bytes, int64_t groups, const int64_t* slots,
                            const int64_t* page_bytes, const uint8_t* layout, uint64_t seed) {
+    int64_t at = tables_bytes(groups, slots);
+    for (int64_t g = 0; g < groups; ++g) at = aligned(at + slots[g] * page_bytes[g], kPageAlign);
+    if (at > bytes) return too_small(bytes, at);
     auto& head = *reinterpret_cast<SharedHead*>(base);
     auto* of = reinterpret_cast<SharedGroup*>(base + sizeof(SharedHead));
-    int64_t at = lay_out(groups, slots, [&](int64_t g, int64_t slots_at, int64_t places_at) {
+    at = lay_out(groups, slots, [&](int64_t g, int64_t slots_at, int64_t places_at) {
         of[g] = {};
         of[g].slots = slots[g];
         of[g].page_bytes = page_bytes[g];
@@ -58,8 +73,6 @@ int32_t SharedPool::format(uint8_t* base, int64_t bytes, int64_t groups, const i
         of[g].pages_at = at;
         at = aligned(at + slots[g] * page_bytes[g], kPageAlign);
     }
-    if (at > bytes)
-        return fail(KVC_E_ARGUMENT, "%lld bytes for a region of %lld", static_cast<L>(bytes), static_cast<L>(at));
     pthread_mutexattr_t kind;
     pthread_mutexattr_init(&kind);
     pthread_mutexattr_setpshared(&kind, PTHREAD_PROCESS_SHARED);
@@ -73,6 +86,7 @@ int32_t SharedPool::format(uint8_t* base, int64_t bytes, int64_t groups, const i
     head.groups = groups;
     head.seed = seed;
     head.clock = 1;
+    head.pid_space = pid_space();
     std::memcpy(head.layout, layout, 32);
     std::atomic_ref(head.magic).store(kMagic, std::memory_order_release);
     return KVC_OK;
@@ -80,6 +94,7 @@ int32_t SharedPool::format(uint8_t* base, int64_t bytes, int64_t groups, const i
 
 int32_t SharedPool::verify(const uint8_t* base, int64_t bytes, int64_t groups, const int64_t* slots,
                            const int64_t* page_bytes, const uint8_t* layout) {
+    if (const int64_t least = tables_bytes(groups, slots); bytes < least) return too_small(bytes, least);
     const auto& head = *reinterpret_cast<const SharedHead*>(base);
     const auto* of = reinterpret_cast<const SharedGroup*>(base + sizeof(SharedHead));
     if (std::atomic_ref(const_cast<uint64_t&>(head.magic)).load(std::memory_order_acquire) != kMagic)
@@ -89,6 +104,11 @@ int32_t SharedPool::verify(const uint8_t* base, int64_t bytes, int64_t groups, c
     if (head.mutex_bytes != sizeof(pthread_mutex_t))
         return fail(KVC_E_ARGUMENT, "its locks are of another C library (%u bytes, here %zu)", head.mutex_bytes,
                     sizeof(pthread_mutex_t));
+    if (head.pid_space != pid_space())
+        return fail(KVC_E_ARGUMENT,
+                    "its users are in another pid namespace (another container), where the lock cannot tell who died:"
+                    " give all its users one (docker --pid, Kubernetes shareProcessNamespace), or each container a"
+                    " region of its own");
     if (head.groups != groups)
         return fail(KVC_E_ARGUMENT, "it has %lld groups of pages, this geometry has %lld", static_cast<L>(head.groups),
                     static_cast<L>(groups));

@@ -17,7 +17,10 @@ namespace kvc {
 namespace {
 
 constexpr int64_t kMostCount = UINT16_MAX;
-constexpr int64_t kSlotsAtOnce = 1 << 14;      // looked through under one lock: about a millisecond
+constexpr int64_t kSlotsAtOnce = 1 << 14;  // looked through under one lock: about a millisecond
+constexpr int64_t kKeysAtOnce = 1 << 13;   // looked up, or slots let go: as long
+constexpr int kMostTimeouts = 3;
+constexpr int64_t kPauseNanoseconds = 1'000'000'000;
 constexpr long kLockNanoseconds = 50'000'000;  // a process that was stopped in the middle of a change is not waited for
 
 using L = long long;
@@ -38,6 +41,8 @@ SharedPool::SharedPool(uint8_t* base, int user)
         counts_.emplace_back(static_cast<size_t>(group_of(static_cast<int64_t>(g)).slots));
     mine_.resize(groups);
     evictions_.resize(groups);
+    debts_.resize(groups);
+    std::atomic_ref(head().users).fetch_or(bit_, std::memory_order_relaxed);
 }
 
 // ThreadSanitizer sees a clocked lock in some versions only, and in none that its last owner died: it is told.
@@ -49,17 +54,28 @@ static void tell_sanitizer([[maybe_unused]] pthread_mutex_t& mutex, [[maybe_unus
 #endif
 }
 
+static int64_t now() {
+    timespec time{};
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1'000'000'000 + time.tv_nsec;
+}
+
+int32_t SharedPool::lock_in_time() {
+    int error = pthread_mutex_trylock(&head().mutex);
+    if (error != EBUSY) return error;
+    const int64_t until = now() + kLockNanoseconds;
+    const timespec end{until / 1'000'000'000, until % 1'000'000'000};
+    std::atomic_ref(head().waiting).fetch_add(1, std::memory_order_relaxed);
+    error = pthread_mutex_clocklock(&head().mutex, CLOCK_MONOTONIC, &end);
+    std::atomic_ref(head().waiting).fetch_sub(1, std::memory_order_relaxed);
+    if (error == 0 || error == EOWNERDEAD) tell_sanitizer(head().mutex, error);
+    return error;
+}
+
 template <typename Body>
 int32_t SharedPool::locked(Body&& body) {
-    if (!base_) return KVC_BUSY;
-    timespec until{};
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += kLockNanoseconds;
-    until.tv_sec += until.tv_nsec / 1'000'000'000;
-    until.tv_nsec %= 1'000'000'000;
-    const int error = pthread_mutex_clocklock(&head().mutex, CLOCK_MONOTONIC, &until);
+    const int error = lock_in_time();
     if (error == ETIMEDOUT) return KVC_BUSY;
-    if (error == 0 || error == EOWNERDEAD) tell_sanitizer(head().mutex, error);
     if (error == EOWNERDEAD) {
         rebuild();
         ++head().recoveries;
@@ -71,11 +87,35 @@ int32_t SharedPool::locked(Body&& body) {
     pthread_mutex_unlock(&head().mutex);
     return status;
 }
+
+// As locked(), for the thread that must not wait again and again: its owner was stopped in the middle of a change.
+template <typename Body>
+int32_t SharedPool::in_turn(Body&& body) {
+    if (timeouts_ >= kMostTimeouts && now() < pause_until_) return KVC_PAUSED;
+    const int32_t status = locked(body);
+    if (status != KVC_BUSY) {
+        timeouts_ = 0;
+        return status;
+    }
+    if (++timeouts_ < kMostTimeouts) return KVC_BUSY;
+    timeouts_ = kMostTimeouts;
+    pause_until_ = now() + kPauseNanoseconds;
+    return KVC_PAUSED;
+}
+
+// Between two pieces: who is woken finds the lock taken again otherwise.
+void SharedPool::let_others() {
+    if (!std::atomic_ref(head().waiting).load(std::memory_order_relaxed)) return;
+    const timespec least{0, 1};
+    nanosleep(&least, nullptr);
+}
+
 // In parts, so that nobody has to wait for all of them. KVC_BUSY: some parts are done, and done again the next time.
 int32_t SharedPool::forget(int user) {
     const uint64_t bit = uint64_t{1} << user;
     for (int64_t group = 0; base_ && group < groups(); ++group)
         for (int64_t end = group_of(group).slots; end > 0; end -= kSlotsAtOnce) {
+            let_others();
             const auto status = locked([&] {
                 SharedGroup& g = group_of(group);
                 for (auto i = static_cast<int32_t>(std::min(end, g.created));
@@ -85,6 +125,7 @@ int32_t SharedPool::forget(int user) {
             });
             if (status) return status;
         }
+    if (base_ && bit != bit_) std::atomic_ref(head().users).fetch_and(~bit, std::memory_order_relaxed);
     return KVC_OK;
 }
 
@@ -105,51 +146,89 @@ uint64_t SharedPool::version(int64_t group) const {
     return std::atomic_ref(const_cast<uint64_t&>(group_of(group).version)).load(std::memory_order_relaxed);
 }
 
-// visit(i, slot or kNone), in order. What the next keys read is on its way meanwhile.
+// visit(g, i, slot or kNone), in order. What the next keys read is on its way meanwhile.
 template <typename Visit>
-void SharedPool::each_key(SharedGroup& g, const uint8_t* space, const uint8_t* digests, int64_t stride, int64_t n,
-                          Visit&& visit) {
+int32_t SharedPool::each_key(int64_t group, const uint8_t* space, const uint8_t* digests, int64_t stride, int64_t n,
+                             Visit&& visit) {
     constexpr int64_t kInFlight = 16;
-    SharedName names[kInFlight];
-    uint64_t hashes[kInFlight];
-    for (int64_t first = 0; first < n; first += kInFlight) {
-        const int64_t some = std::min(kInFlight, n - first);
-        for (int64_t i = 0; i < some; ++i) {
-            names[i] = name_of(space, digests + (first + i) * stride);
-            hashes[i] = hash(names[i]);
-            __builtin_prefetch(&places(g)[home(g, hashes[i])]);
-        }
-        for (int64_t i = 0; i < some; ++i)
-            if (const uint32_t slot = places(g)[home(g, hashes[i])].slot) {
-                const auto* line = reinterpret_cast<const uint8_t*>(&slots(g)[slot - 1]);
-                __builtin_prefetch(line);
-                __builtin_prefetch(line + 64);
+    uint64_t hashes[kKeysAtOnce];
+    for (int64_t first = 0; first < n; first += kKeysAtOnce) {
+        const int64_t piece = std::min(kKeysAtOnce, n - first);
+        const uint8_t* from = digests + first * stride;
+        for (int64_t i = 0; i < piece; ++i) hashes[i] = hash(name_of(space, from + i * stride));
+        if (first) let_others();
+        const auto status = in_turn([&] {
+            SharedGroup& g = group_of(group);
+            for (int64_t begin = 0; begin < piece; begin += kInFlight) {
+                const int64_t end = std::min(begin + kInFlight, piece);
+                for (int64_t i = begin; i < end; ++i) __builtin_prefetch(&places(g)[home(g, hashes[i])]);
+                for (int64_t i = begin; i < end; ++i)
+                    if (const uint32_t slot = places(g)[home(g, hashes[i])].slot) {
+                        const auto* line = reinterpret_cast<const uint8_t*>(&slots(g)[slot - 1]);
+                        __builtin_prefetch(line);
+                        __builtin_prefetch(line + 64);
+                    }
+                for (int64_t i = begin; i < end; ++i)
+                    visit(g, first + i, find(g, name_of(space, from + i * stride), hashes[i]));
             }
-        for (int64_t i = 0; i < some; ++i) visit(first + i, find(g, names[i], hashes[i]));
+            return KVC_OK;
+        });
+        if (status) return status;
     }
+    return KVC_OK;
 }
 
 int32_t SharedPool::present(int64_t group, const uint8_t* space, const uint8_t* digests, int64_t stride, int64_t n,
                             uint8_t* out) {
-    return locked([&] {
-        each_key(group_of(group), space, digests, stride, n, [&](int64_t i, int32_t slot) { out[i] = slot != kNone; });
-        return KVC_OK;
-    });
+    std::fill_n(out, n, uint8_t{0});
+    if (!base_) return KVC_OK;
+    if (const auto status = pay(group)) return status;
+    return each_key(group, space, digests, stride, n,
+                    [&](SharedGroup&, int64_t i, int32_t slot) { out[i] = slot != kNone; });
 }
 
 int32_t SharedPool::acquire(int64_t group, const uint8_t* space, const uint8_t* digests, int64_t stride, int64_t n,
                             int32_t* out) {
-    return locked([&] {
-        SharedGroup& g = group_of(group);
-        const auto& counts = counts_[static_cast<size_t>(group)];
-        each_key(g, space, digests, stride, n, [&](int64_t i, int32_t slot) {
-            out[i] = kNone;
-            if (slot == kNone || counts[static_cast<size_t>(slot)] == kMostCount) return;
-            hold(g, group, slot);
-            out[i] = slot;
-        });
-        return KVC_OK;
+    std::fill_n(out, n, kNone);
+    if (!base_) return KVC_OK;
+    if (const auto status = pay(group)) return status;
+    auto& items = debts_[static_cast<size_t>(group)].items;
+    items.reserve(items.size() + static_cast<size_t>(n));  // to give all back needs no memory
+    const auto& counts = counts_[static_cast<size_t>(group)];
+    const auto status = each_key(group, space, digests, stride, n, [&](SharedGroup& g, int64_t i, int32_t slot) {
+        if (slot == kNone || counts[static_cast<size_t>(slot)] == kMostCount) return;
+        hold(g, group, slot);
+        out[i] = slot;
     });
+    if (status) {
+        const auto end = std::remove(out, out + n, kNone);
+        let_go_here(group, out, end - out);
+        std::fill_n(out, n, kNone);
+    }
+    return status;
+}
+
+int32_t SharedPool::acquire_held(int64_t group, const uint8_t* space, const uint8_t* digests, int64_t stride, int64_t n,
+                                 const int32_t* held, int64_t count, int32_t* out) {
+    std::fill_n(out, n, kNone);
+    if (const auto status = check_slots(group, held, count)) return status;
+    if (!base_) return KVC_OK;
+    constexpr int kMostMisses = 16;  // each looks through all
+    SharedGroup& g = group_of(group);
+    auto& counts = counts_[static_cast<size_t>(group)];
+    for (int64_t i = 0, at = 0, misses = 0; i < n && misses < kMostMisses; ++i) {
+        const SharedName name = name_of(space, digests + i * stride);
+        int64_t tried = 0;
+        for (; tried < count; ++tried, at = at + 1 == count ? 0 : at + 1)
+            if (slots(g)[held[at]].name == name) break;
+        misses += tried == count;
+        if (tried == count || counts[static_cast<size_t>(held[at])] == kMostCount) continue;
+        Slot& s = slots(g)[held[at]];
+        if (!std::atomic_ref(s.keyed).load(std::memory_order_acquire)) continue;
+        ++counts[static_cast<size_t>(held[at])];
+        out[i] = held[at];
+    }
+    return KVC_OK;
 }
 
 int32_t SharedPool::take(int64_t group, int64_t n, int32_t* out, int64_t* taken) {
@@ -164,73 +243,119 @@ int32_t SharedPool::take(int64_t group, int64_t n, int32_t* out, int64_t* taken)
         }
         return KVC_OK;
     }
-    return locked([&] {
-        SharedGroup& g = group_of(group);
-        for (; *taken < n; ++*taken) {
-            int32_t slot = g.first_free;
-            if (slot != kNone) {
-                g.first_free = slots(g)[slot].next;
-            } else if (g.created < g.slots) {
-                slot = static_cast<int32_t>(g.created++);
-            } else if (g.first != kNone) {
-                slot = g.first;
-                unlink(g, slot);
-                drop_key(g, slot);
-                ++evictions_[static_cast<size_t>(group)];
-            } else {
-                break;
+    if (const auto status = pay(group)) return status;
+    for (bool more = true; more && *taken < n;) {
+        if (*taken) let_others();
+        const auto status = in_turn([&] {
+            SharedGroup& g = group_of(group);
+            for (const int64_t end = std::min(*taken + kKeysAtOnce, n); more && *taken < end;) {
+                int32_t slot = g.first_free;
+                if (slot != kNone) {
+                    g.first_free = slots(g)[slot].next;
+                } else if (g.created < g.slots) {
+                    slot = static_cast<int32_t>(g.created++);
+                } else if (g.first != kNone) {
+                    slot = g.first;
+                    unlink(g, slot);
+                    drop_key(g, slot);
+                    ++evictions_[static_cast<size_t>(group)];
+                } else {
+                    more = false;
+                    break;
+                }
+                hold(g, group, slot);
+                out[(*taken)++] = slot;
             }
-            hold(g, group, slot);
-            out[*taken] = slot;
-        }
-        return KVC_OK;
-    });
+            return KVC_OK;
+        });
+        if (status) return status;
+    }
+    return KVC_OK;
 }
 
 int32_t SharedPool::publish(int64_t group, const uint8_t* space, const uint8_t* digests, const int32_t* held, int64_t n,
                             uint8_t* published) {
     if (const auto status = check_slots(group, held, n)) return status;
-    return locked([&] {
-        SharedGroup& g = group_of(group);
-        for (int64_t i = 0; i < n; ++i) {
-            Slot& s = slots(g)[held[i]];
-            const SharedName name = name_of(space, digests + i * 32);
-            const uint64_t h = hash(name);
-            published[i] = !s.keyed && find(g, name, h) == kNone;
-            if (!published[i]) continue;
-            s.name = name;
-            std::atomic_ref(s.keyed).store(1, std::memory_order_release);
-            insert(g, held[i], h);
-            ++g.keyed;
-            ++g.version;
-        }
-        return KVC_OK;
-    });
+    std::fill_n(published, n, uint8_t{0});
+    if (!base_) return KVC_OK;
+    int64_t done = 0;
+    auto status = pay(group);
+    while (!status && done < n) {
+        if (done) let_others();
+        status = in_turn([&] {
+            SharedGroup& g = group_of(group);
+            for (const int64_t end = std::min(done + kKeysAtOnce, n); done < end; ++done)
+                published[done] = give_key(g, held[done], name_of(space, digests + done * 32));
+            return KVC_OK;
+        });
+    }
+    if (status < 0) return status;
+    Debt& debt = debts_[static_cast<size_t>(group)];
+    debt.items.reserve(debt.items.size() + static_cast<size_t>(n - done));
+    debt.names.reserve(debt.names.size() + static_cast<size_t>(n - done));
+    for (; done < n; ++done) {
+        debt.items.push_back({held[done], static_cast<int32_t>(debt.names.size())});
+        debt.names.push_back(name_of(space, digests + done * 32));
+        published[done] = 1;
+    }
+    return status;
 }
 
 int32_t SharedPool::unpublish(int64_t group, int32_t slot) {
     if (const auto status = check_slots(group, &slot, 1)) return status;
-    return locked([&] {
-        SharedGroup& g = group_of(group);
-        if (slots(g)[slot].keyed) drop_key(g, slot);
-        return KVC_OK;
-    });
+    debts_[static_cast<size_t>(group)].items.push_back({slot, Debt::kUnpublish});
+    return pay(group);
 }
 
 int32_t SharedPool::release(int64_t group, const int32_t* held, int64_t n) {
     if (const auto status = check_slots(group, held, n)) return status;
-    const auto let = [&]() -> int32_t {
-        auto& counts = counts_[static_cast<size_t>(group)];
-        for (int64_t i = 0; i < n; ++i) {
-            uint16_t& count = counts[static_cast<size_t>(held[i])];
-            if (!count) return fail(KVC_E_STATE, "slot %d is let go more often than it was held", held[i]);
-            if (--count) continue;
-            --mine_[static_cast<size_t>(group)];
-            if (base_) let_go(group_of(group), held[i], bit_);
-        }
-        return KVC_OK;
-    };
-    return base_ ? locked(let) : let();
+    auto& counts = counts_[static_cast<size_t>(group)];
+    for (int64_t i = 0; i < n; ++i) {
+        uint16_t& count = counts[static_cast<size_t>(held[i])];
+        if (count--) continue;
+        for (int64_t back = i; back >= 0; --back) ++counts[static_cast<size_t>(held[back])];
+        return fail(KVC_E_STATE, "slot %d is let go more often than it was held", held[i]);
+    }
+    for (int64_t i = 0; i < n; ++i) ++counts[static_cast<size_t>(held[i])];
+    auto& items = debts_[static_cast<size_t>(group)].items;
+    items.reserve(items.size() + static_cast<size_t>(n));
+    let_go_here(group, held, n);
+    return pay(group);
+}
+
+// There is room for them among what is owed.
+void SharedPool::let_go_here(int64_t group, const int32_t* held, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+        if (--counts_[static_cast<size_t>(group)][static_cast<size_t>(held[i])]) continue;
+        --mine_[static_cast<size_t>(group)];
+        debts_[static_cast<size_t>(group)].items.push_back({held[i], Debt::kLetGo});
+    }
+}
+
+int32_t SharedPool::pay(int64_t group) {
+    Debt& debt = debts_[static_cast<size_t>(group)];
+    while (base_ && debt.paid < debt.items.size()) {
+        if (debt.paid) let_others();
+        const auto status = in_turn([&] {
+            SharedGroup& g = group_of(group);
+            const size_t end = std::min(debt.paid + static_cast<size_t>(kKeysAtOnce), debt.items.size());
+            for (; debt.paid < end; ++debt.paid) pay(g, group, debt.items[debt.paid]);
+            return KVC_OK;
+        });
+        if (status) return status;
+    }
+    debt.items.clear();
+    debt.names.clear();
+    debt.paid = 0;
+    return KVC_OK;
+}
+
+void SharedPool::pay(SharedGroup& g, int64_t group, const Debt::Item& item) {
+    if (item.what >= 0)
+        give_key(g, item.slot, debts_[static_cast<size_t>(group)].names[static_cast<size_t>(item.what)]);
+    else if (item.what == Debt::kLetGo) {
+        if (!counts_[static_cast<size_t>(group)][static_cast<size_t>(item.slot)]) let_go(g, item.slot, bit_);
+    } else if (slots(g)[item.slot].keyed) drop_key(g, item.slot);
 }
 
 int32_t SharedPool::stats(int64_t group, kvc_shared_stats* out) {
@@ -239,7 +364,8 @@ int32_t SharedPool::stats(int64_t group, kvc_shared_stats* out) {
     out->capacity = std::ssize(counts_[static_cast<size_t>(group)]);
     out->evictions = evictions_[static_cast<size_t>(group)];
     if (!base_) return KVC_OK;
-    return locked([&] {
+    if (const auto status = pay(group)) return status;
+    return in_turn([&] {
         const SharedGroup& g = group_of(group);
         out->created = g.created;
         out->used = g.cached + g.held;
@@ -251,7 +377,9 @@ int32_t SharedPool::stats(int64_t group, kvc_shared_stats* out) {
 }
 
 int32_t SharedPool::check(int64_t group) {
-    return locked([&] {
+    if (!base_) return KVC_OK;
+    if (const auto status = pay(group)) return status;
+    return in_turn([&] {
         const char* broken = fault(group_of(group), group);
         return broken ? fail(KVC_E_INVARIANT, "group %lld of the shared region: %s", static_cast<L>(group), broken)
                       : KVC_OK;

@@ -64,11 +64,24 @@ void SharedPool::unlink(SharedGroup& g, int32_t slot) {
     --g.cached;
 }
 
+// False: it has one, or another slot has this one.
+bool SharedPool::give_key(SharedGroup& g, int32_t slot, const SharedName& name) {
+    Slot& s = slots(g)[slot];
+    const uint64_t h = hash(name);
+    if (s.keyed || find(g, name, h) != kNone) return false;
+    s.name = name;
+    std::atomic_ref(s.keyed).store(1, std::memory_order_release);
+    insert(g, slot, h);
+    ++g.keyed;
+    std::atomic_ref(g.version).fetch_add(1, std::memory_order_relaxed);
+    return true;
+}
+
 void SharedPool::drop_key(SharedGroup& g, int32_t slot) {
     erase(g, slot);
-    slots(g)[slot].keyed = 0;
+    std::atomic_ref(slots(g)[slot].keyed).store(0, std::memory_order_relaxed);
     --g.keyed;
-    ++g.version;
+    std::atomic_ref(g.version).fetch_add(1, std::memory_order_relaxed);
 }
 
 // One more reference of this user.
@@ -109,7 +122,7 @@ void SharedPool::rebuild(SharedGroup& g) {
     std::memset(static_cast<void*>(places(g)), 0, static_cast<size_t>(g.places) * sizeof(Place));
     g.cached = g.held = g.keyed = 0;
     g.first_free = g.first = g.last = kNone;
-    ++g.version;
+    std::atomic_ref(g.version).fetch_add(1, std::memory_order_relaxed);
     std::vector<int32_t> cached;
     bool room = true;
     try {

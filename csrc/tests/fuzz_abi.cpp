@@ -82,6 +82,8 @@ constexpr const char* kFunctions[] = {
     "kvc_shared_new",
     "kvc_shared_present",
     "kvc_shared_acquire",
+    "kvc_shared_acquire_held",
+    "kvc_shared_users",
     "kvc_shared_take",
     "kvc_shared_publish",
     "kvc_shared_unpublish",
