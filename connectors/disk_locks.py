@@ -50,13 +50,26 @@ def locked(path: Path, seconds: float) -> Iterator[None]:
     Raises:
         ConfigError: somebody kept it for so long.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    end = time.monotonic() + seconds
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if not lock_within(descriptor, end - time.monotonic()):
+                raise ConfigError(
+                    f"{path} is locked for more than {seconds:.0f} s: another process opens this"
+                    " folder and does not get on; stop it, or give another folder"
+                )
+            if leads_to(path, descriptor):
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
+def leads_to(path: Path, descriptor: int) -> bool:
+    """Whether the path is that of the open file, and not of another one that came in its place."""
     try:
-        if not lock_within(descriptor, seconds):
-            raise ConfigError(
-                f"{path} is locked for more than {seconds:.0f} s: another process opens this folder"
-                " and does not get on; stop it, or give another folder"
-            )
-        yield
-    finally:
-        os.close(descriptor)
+        ours, there = os.fstat(descriptor), path.lstat()
+    except FileNotFoundError:
+        return False
+    return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)

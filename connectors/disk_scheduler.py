@@ -65,7 +65,7 @@ class DiskScheduler(PoolScheduler):
 
     # ---- what is asked -------------------------------------------------------------------------
 
-    def lookup(self, keys: RequestKeys) -> list[NDArray[np.uint8]]:
+    def lookup(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:
         """As `PoolScheduler.lookup`, with what was heard since."""
         self._hear()
         return super().lookup(keys)
@@ -76,7 +76,7 @@ class DiskScheduler(PoolScheduler):
         self._hear()
         return super().version
 
-    def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]]:
+    def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:
         """As `PoolScheduler.holds`, with what was heard since."""
         self._hear()
         return super().holds(keys)

@@ -13,6 +13,12 @@ from kvcache.connectors.base import Direction, KeyedPages, RequestKeys
 
 Signature: TypeAlias = tuple[bytes, tuple[tuple[int, bytes], ...]]
 
+NOT_ASKED: Signature = (b"", ())
+"""Of no keys: a lookup that the pools could not answer."""
+
+NEVER = -1
+"""The version of no pool: what a lookup found was not the answer of the index."""
+
 
 class Part(NamedTuple):
     """The items of a plan that share a group and a namespace."""

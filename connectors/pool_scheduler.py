@@ -1,6 +1,6 @@
 """The deciding side of a tier whose slots are numbered and whose index lives in this process.
 
-Each group has its own slots and its own index (`PagePool`), so keys of two groups never meet. A
+Each group has its own slots and its own index (`Pool`), so keys of two groups never meet. A
 slot is held by lookups that promised it and by transfers that use it; a slot that a store fills
 has no key until its bytes are known to be complete.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 
@@ -30,6 +31,8 @@ from kvcache.connectors.key_events import KeyEvent, KeysLost
 from kvcache.connectors.pool_chunks import PoolChunks
 from kvcache.connectors.pool_events import pool_events
 from kvcache.connectors.pool_records import (
+    NEVER,
+    NOT_ASKED,
     Part,
     Plan,
     Promise,
@@ -37,10 +40,11 @@ from kvcache.connectors.pool_records import (
     read_only,
     signature_of,
 )
+from kvcache.connectors.pool_spaces import PoolSpaces
 from kvcache.connectors.slots_aside import NO_SPACE, SlotsAside
 from kvcache.connectors.tier_counts import count_result
 from kvcache.core.errors import ConfigError, InvariantError
-from kvcache.core.pool import PagePool
+from kvcache.core.pool import PagePool, Pool, PoolBusyError
 from kvcache.core.values import index_seed
 
 MAX_WAITING_EVENTS = 1 << 20
@@ -48,7 +52,7 @@ MAX_WAITING_EVENTS = 1 << 20
 
 
 class PoolScheduler(TierScheduler):
-    """Lookup, pins, reservation and LRU over one `PagePool` for each group.
+    """Lookup, pins, reservation and LRU over one `Pool` for each group.
 
     Args:
         slot_bytes: bytes of one slot, for each group.
@@ -56,7 +60,8 @@ class PoolScheduler(TierScheduler):
         deadline_seconds: how long a transfer may take.
         events: whether `take_events` will be read.
         seed: of the pools' indexes; None: a random one.
-        pools: the slots and the index of each group; None: new ones.
+        pools, spaces: the slots and the index of each group, and how these know namespaces; None:
+            new ones.
         chunks: as for `SlotsAside`.
 
     A store that finds no slot (all held) is dropped and counted, never waited for. One that finds no
@@ -71,21 +76,22 @@ class PoolScheduler(TierScheduler):
         deadline_seconds: float,
         events: bool = False,
         seed: int | None = None,
-        pools: Sequence[PagePool] | None = None,
+        pools: Sequence[Pool] | None = None,
+        spaces: PoolSpaces | None = None,
         chunks: PoolChunks | None = None,
     ) -> None:
         self._slot_bytes = tuple(slot_bytes)
         self.reports_events = events
         journal = MAX_WAITING_EVENTS if events else 0
         first = index_seed(seed, "PoolScheduler.seed")
-        seeds = [(first + g) % 2**64 for g in range(len(slots))]
-        self._pools = pools or [
-            PagePool(n, seed=s, journal=journal) for n, s in zip(slots, seeds, strict=True)
-        ]
+        if pools is None or spaces is None:
+            seeds = [(first + g) % 2**64 for g in range(len(slots))]
+            own = [PagePool(n, seed=s, journal=journal) for n, s in zip(slots, seeds, strict=True)]
+            pools, spaces = own, PoolSpaces(own)
+        self._pools, self._numbers = pools, spaces
         self._aside = SlotsAside(self._pools, chunks)
         self._chunks = chunks
         self._deadline_seconds = deadline_seconds
-        self._numbers: dict[bytes, int] = {}
         self._promises: dict[int, Promise] = {}
         self._plans: dict[int, Plan] = {}
         self._storing: defaultdict[tuple[int, bytes], KeysInFlight] = defaultdict(KeysInFlight)
@@ -97,8 +103,8 @@ class PoolScheduler(TierScheduler):
 
     # ---- lookup --------------------------------------------------------------------------------
 
-    def lookup(self, keys: RequestKeys) -> list[NDArray[np.uint8]]:
-        """Never None; the arrays are read-only.
+    def lookup(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:
+        """None only where another process has the lock of a pool; the arrays are read-only.
 
         O(1) when nothing was stored or evicted since the request's last lookup, O(keys from the
         first missing one on) otherwise.
@@ -109,13 +115,23 @@ class PoolScheduler(TierScheduler):
         promise = self._promises.get(keys.request)
         if promise is not None and promise.signature == signature:
             if promise.versions != versions:
-                self._renew(promise, keys, versions)
+                with suppress(PoolBusyError):  # what was promised stands
+                    self._renew(promise, keys, versions)
             return list(promise.present)
+        slots: list[NDArray[np.int32]] = []
         number = self._numbers.get(keys.namespace)
-        slots = [
-            np.full(len(digests), -1, np.int32) if number is None else pool.acquire(number, digests)
-            for pool, digests in zip(self._pools, keys.digests, strict=True)
-        ]
+        try:
+            for pool, digests in zip(self._pools, keys.digests, strict=True):
+                none = np.full(len(digests), -1, np.int32)
+                slots.append(none if number is None else pool.acquire(number, digests))
+        except PoolBusyError as busy:
+            self._unhold(slots)
+            slots = [np.full(len(digests), -1, np.int32) for digests in keys.digests]
+            versions = [NEVER] * len(versions)
+            if busy.soon:
+                unknown = Promise(NOT_ASKED, versions, [], [])
+                self._promises.setdefault(keys.request, unknown)
+                return None
         if promise is not None:
             self._unhold(promise.slots)
         present = [read_only(s >= 0) for s in slots]
@@ -140,14 +156,18 @@ class PoolScheduler(TierScheduler):
         """Of the pools."""
         return tuple(pool.version for pool in self._pools)
 
-    def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]]:
-        """Never None. O(keys)."""
+    def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:
+        """None only where another process has the lock of a pool. O(keys)."""
         self._require_groups(keys)
         number = self._numbers.get(keys.namespace)
-        return [
-            np.zeros(len(digests), np.uint8) if number is None else pool.present(number, digests)
-            for pool, digests in zip(self._pools, keys.digests, strict=True)
-        ]
+        with suppress(PoolBusyError):
+            return [
+                np.zeros(len(digests), np.uint8)
+                if number is None
+                else pool.present(number, digests)
+                for pool, digests in zip(self._pools, keys.digests, strict=True)
+            ]
+        return None
 
     def _require_groups(self, keys: RequestKeys) -> None:
         if len(keys.digests) != len(self._pools):
@@ -157,21 +177,18 @@ class PoolScheduler(TierScheduler):
 
     def _renew(self, promise: Promise, keys: RequestKeys, versions: list[int]) -> None:
         """Adds keys that came since. What was promised is held, so nothing can have gone."""
-        before, promise.versions = promise.versions, versions
         number = self._numbers.get(keys.namespace)
-        if number is None:
-            return
         for group, (pool, digests) in enumerate(zip(self._pools, keys.digests, strict=True)):
             slots = promise.slots[group]
             missing = np.flatnonzero(slots < 0)
-            if before[group] == versions[group] or not len(missing):
-                continue
-            first = int(missing[0])
-            here = pool.present(number, digests[first:])
-            new = first + np.flatnonzero(here > promise.present[group][first:])
-            if len(new):
-                slots[new] = pool.acquire(number, digests[new])
-                promise.present[group] = read_only(slots >= 0)
+            if number is not None and promise.versions[group] != versions[group] and len(missing):
+                first = int(missing[0])
+                here = pool.present(number, digests[first:])
+                new = first + np.flatnonzero(here > promise.present[group][first:])
+                if len(new):
+                    slots[new] = pool.acquire(number, digests[new])
+                    promise.present[group] = read_only(slots >= 0)
+            promise.versions[group] = versions[group]
 
     def release(self, request: int) -> None:
         """Drop the request's pins."""
@@ -181,8 +198,9 @@ class PoolScheduler(TierScheduler):
         else:
             self._unhold(promise.slots)
 
-    def _unhold(self, held: Sequence[NDArray[np.int32]]) -> None:
-        for pool, slots in zip(self._pools, held, strict=True):
+    def _unhold(self, groups: Sequence[NDArray[np.int32]]) -> None:
+        """Of each group, or of the first ones."""
+        for pool, slots in zip(self._pools, groups, strict=False):
             pool.release(slots[slots >= 0][::-1])  # the tail of a prefix is evicted before its head
 
     # ---- plans ---------------------------------------------------------------------------------
@@ -192,15 +210,26 @@ class PoolScheduler(TierScheduler):
         items = wanted.items
         slots = np.full(len(items), -1, np.int64)
         parts = list(parts_of(wanted))
+        promise = self._promises.pop(request, None)
+        promised = promise.slots if promise is not None else []
         for part in parts:
             number = self._numbers.get(part.namespace)
             if number is not None:
+                held = promised[part.group] if promised else np.zeros(0, np.int32)
                 digests = items["digest"][part.rows]
-                slots[part.rows] = self._pools[part.group].acquire(number, digests)
-        promise = self._promises.pop(request, None)
-        if promise is not None:
-            self._unhold(promise.slots)
+                slots[part.rows] = self._acquire(part.group, number, digests, held[held >= 0])
+        self._unhold(promised)
         return self._start(Direction.LOAD, items, slots, parts)
+
+    def _acquire(
+        self,
+        group: int,
+        number: int,
+        digests: NDArray[np.uint8],
+        held: NDArray[np.int32],  # noqa: ARG002
+    ) -> NDArray[np.int32]:
+        """The slots of the keys, held once more. `held`: what is promised, in the order of its keys."""
+        return self._pools[group].acquire(number, digests)
 
     def plan_store(self, pages: KeyedPages) -> tuple[Transfer, NDArray[np.int64]] | None:
         """Reserves a slot for each page that is neither stored nor on its way."""
@@ -227,18 +256,18 @@ class PoolScheduler(TierScheduler):
         parts = [part._replace(rows=place[part.rows]) for part in parts]
         return self._start(Direction.STORE, items[chosen], slots[chosen], parts), chosen
 
-    def _number(self, namespace: bytes) -> int:
-        return self._numbers.setdefault(namespace, len(self._numbers))
-
     def _take(self, group: int, count: int) -> NDArray[np.int32]:
         """Up to `count` slots, held, whose keys are gone."""
         return self._pools[group].take(count)
 
     def _unstored(self, items: NDArray[np.void], part: Part) -> NDArray[np.intp]:
         """Rows of the part that are not stored, not being stored, and not repeated."""
-        number = self._number(part.namespace)
+        number = self._numbers.get(part.namespace)
         digests = items["digest"][part.rows]
-        absent = self._pools[part.group].present(number, digests) == 0
+        absent = np.ones(len(digests), np.bool_)
+        if number is not None:
+            with suppress(PoolBusyError):  # then no slot is to be had either
+                absent = self._pools[part.group].present(number, digests) == 0
         new = self._storing.get(part.key, KeysInFlight()).new(digests[absent])
         rows: NDArray[np.intp] = part.rows[absent][new]
         return rows
@@ -315,7 +344,8 @@ class PoolScheduler(TierScheduler):
         slots = plan.slots[part.rows].astype(np.int32)
         if plan.direction is Direction.STORE:
             digests = plan.items["digest"][part.rows]
-            self._publish(part.group, part.namespace, digests[good], slots[good])
+            if good.any():
+                self._publish(part.group, part.namespace, digests[good], slots[good])
             storing = self._storing[part.key]
             storing.remove(part.mark)
             if not storing:
@@ -329,7 +359,7 @@ class PoolScheduler(TierScheduler):
         self, group: int, namespace: bytes, digests: NDArray[np.uint8], slots: NDArray[np.int32]
     ) -> NDArray[np.uint8]:
         """Held slots get their keys; 0 where another slot has it."""
-        return self._pools[group].publish(self._number(namespace), digests, slots)
+        return self._pools[group].publish(self._numbers.give(namespace), digests, slots)
 
     def _unpublish(self, group: int, slots: NDArray[np.int32]) -> None:
         """Held slots lose their keys."""
@@ -340,11 +370,10 @@ class PoolScheduler(TierScheduler):
 
     def take_events(self) -> list[KeyEvent]:
         """Group after group. Empty unless made with `events`."""
-        namespaces = list(self._numbers)  # numbered in this order
         told: list[KeyEvent] = []
         lost = False
         for group, pool in enumerate(self._pools):
-            for event in pool_events(group, pool.take_events(), namespaces):
+            for event in pool_events(group, pool.take_events(), self._numbers.names):
                 if isinstance(event, KeysLost):
                     lost = True
                 else:

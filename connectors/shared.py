@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +19,7 @@ from kvcache.connectors.disk_format import layout_digest, layout_text
 from kvcache.connectors.host_worker import HostBatch, HostWorker
 from kvcache.connectors.pool_records import Part, names_of
 from kvcache.connectors.pool_scheduler import PoolScheduler
+from kvcache.connectors.pool_spaces import PoolSpaces
 from kvcache.connectors.region_copy import PageStage
 from kvcache.connectors.settings import (
     copy_threads,
@@ -34,7 +36,7 @@ from kvcache.core.errors import ConfigError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.hashing import Fingerprint
 from kvcache.core.layout import Geometry
-from kvcache.core.shared_pool import SpaceNumbers
+from kvcache.core.pool import PoolBusyError
 from kvcache.core.values import flag, index_seed, shown, text, whole
 
 DEFAULT_BATCH_BYTES = 16 << 20
@@ -164,15 +166,14 @@ class SharedScheduler(PoolScheduler):
             slots,
             deadline_seconds=deadline_seconds,
             pools=region.tables.pools,
+            spaces=SharedSpaces(),
             chunks=region.chunks,
         )
-        self._numbers = SpaceNumbers()
-
         self._region = region
 
     @property
     def busy_calls(self) -> int:
-        """Calls that another process, stopped in the middle of a change, kept from being made."""
+        """Calls that did not get the lock in time: another process was stopped in the middle of a change."""
         return self._region.tables.busy
 
     @property
@@ -184,8 +185,37 @@ class SharedScheduler(PoolScheduler):
         """As `PoolScheduler.stats`, with what the region itself counts."""
         return replace(super().stats(), busy_calls=self.busy_calls, repairs=self.repairs)
 
+    @property
+    def tables_bytes(self) -> int:
+        """Of the region: bookkeeping of all slots, beside `capacity_bytes`."""
+        return self._region.tables_bytes
+
+    def _acquire(
+        self, group: int, number: int, digests: NDArray[np.uint8], held: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
+        pool = self._region.tables.pools[group]
+        slots = pool.acquire_held(number, digests, held)
+        rest = np.flatnonzero(slots < 0)
+        if len(rest):
+            with suppress(PoolBusyError):
+                slots[rest] = pool.acquire(number, digests[rest])
+        return slots
+
     def _names(self, items: NDArray[np.void], parts: list[Part]) -> NDArray[np.uint8]:
         return names_of(items, parts)
+
+
+class SharedSpaces(PoolSpaces):
+    """Numbers of namespaces that are the namespaces: equal in all processes, and none is kept."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def get(self, namespace: bytes) -> int:
+        """Every namespace has one."""
+        return int.from_bytes(namespace, "little")
+
+    give = get
 
 
 class _SharedMover:

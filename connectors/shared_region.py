@@ -1,11 +1,11 @@
 """A named region of host memory that processes of one user share: made, attached to, and removed.
 
     FOLDER/lock                 held while somebody attaches or leaves
-    FOLDER/NAME/region          tables, then pages (csrc/shared_pool.h); as large as it says from the start
-    FOLDER/NAME/user-17         locked by the process that is user 17; the lock ends with its process
+    FOLDER/NAME/region          tables, then pages (csrc/shared_pool.h); as large as it says from the start;
+                                each user has a byte of it locked (shared_users.py)
 
 A region without a living user is stale: whoever attaches next, under whatever name, removes it. The
-last user that leaves removes its own. Memory of the region is reserved chunk by chunk before it is
+last user that leaves removes its own, if it still has its name. Memory of the region is reserved chunk by chunk before it is
 touched, so that a full /dev/shm is an error and no SIGBUS.
 
 Folders are readable for their owner alone, and refused where they are somebody else's.
@@ -19,14 +19,16 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from kvcache.connectors.base import PageRegion
-from kvcache.connectors.disk_locks import lock_now, locked
+from kvcache.connectors.disk_locks import leads_to, locked
 from kvcache.connectors.host_pool import place
 from kvcache.connectors.pool_chunks import PoolChunks, require_room
+from kvcache.connectors.shared_users import UserLocks, is_used
 from kvcache.core import memory_calls
 from kvcache.core.errors import ConfigError
 from kvcache.core.host_limits import (
@@ -42,9 +44,11 @@ SHM = Path("/dev/shm")  # noqa: S108  (a folder of our own in it, see `_own`)
 OPEN_SECONDS = 30.0
 """So long another process may take to attach: it reserves the tables."""
 
+BUSY_SECONDS = 5.0
+"""So long others may have the lock of the tables, one after another, while a process attaches."""
+
 PAGE_BYTES = 4096
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_USER = re.compile(r"user-(\d+)")
 
 
 class SharedRegion:
@@ -86,7 +90,8 @@ class SharedRegion:
             )
         self._folder = SHM / f"kvcache-{os.geteuid()}" if folder is None else folder
         self.path = self._folder / name
-        self._open: list[int] = []
+        self._memory = -1
+        self._locks: UserLocks | None = None
         self._mapping: mmap.mmap | None = None
         tables, offsets, total = _laid_out(slots, page_bytes)
         self.tables_bytes, self.mapped_bytes = tables, total
@@ -143,15 +148,18 @@ class SharedRegion:
             require_memory(setting, self.mapped_bytes)
             self.path.mkdir(mode=0o700, exist_ok=True)
         _own(self.path)
-        self.user = self._be_a_user()
+        file = self.path / "region"
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         flags |= os.O_CREAT | os.O_EXCL if fresh else 0
-        self._memory = os.open(self.path / "region", flags, 0o600)
-        self._open.append(self._memory)
+        self._memory = os.open(file, flags, 0o600)
         if fresh:
             os.ftruncate(self._memory, self.mapped_bytes)
             os.posix_fallocate(self._memory, 0, self.tables_bytes)
-        _own_file(self._memory, self.path / "region")
+        _own_file(self._memory, file)
+        self._locks = UserLocks(file, self._leave_child)
+        if not (leads_to(file, self._memory) and self._locks.lead_from(file)):
+            raise ConfigError(self._misfit("somebody removed it at this moment"))
+        self.user = self._be_a_user(self._locks)
         length = os.fstat(self._memory).st_size
         if length < self.tables_bytes:  # not even tables: another geometry, or cut short
             raise ConfigError(
@@ -174,8 +182,14 @@ class SharedRegion:
         except ConfigError as error:
             raise ConfigError(self._misfit(str(error))) from None
         # A number that was used before: its last user may have died since.
-        if not self.tables.forget(self.user):
-            raise ConfigError(self._misfit("a process that uses it is stopped and holds its lock"))
+        end = time.monotonic() + BUSY_SECONDS
+        while not self.tables.forget(self.user):
+            if time.monotonic() > end:
+                raise ConfigError(
+                    self._misfit(
+                        "a process that uses it is stopped and holds its lock: let it go on, or end it"
+                    )
+                )
 
     def _back(self, huge_pages: bool | None, numa_node: int | None) -> None:  # noqa: FBT001
         assert self._mapping is not None
@@ -191,16 +205,11 @@ class SharedRegion:
             " geometry, capacity and fingerprint as its other users, or another name"
         )
 
-    def _be_a_user(self) -> int:
-        """The lowest number that no living process has, locked from now on."""
+    def _be_a_user(self, locks: UserLocks) -> int:
+        """The lowest number that no living process has, taken from now on."""
         for user in range(MOST_USERS):
-            path = self.path / f"user-{user}"
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            descriptor = os.open(path, flags, 0o600)
-            if lock_now(descriptor) and _is(descriptor, path):  # and was not buried meanwhile
-                self._open.append(descriptor)
+            if locks.take(user):
                 return user
-            os.close(descriptor)
         raise ConfigError(self._misfit(f"it has {MOST_USERS} users, and no room for more"))
 
     def _address(self) -> int:
@@ -212,24 +221,24 @@ class SharedRegion:
     def _remove_stale(self) -> None:
         """Regions of this folder that no living process uses."""
         for entry in list(self._folder.iterdir()):
-            if _is_region(entry) and not _is_used(entry):
+            if _is_region(entry) and not is_used(entry / "region"):
                 _remove(entry)
 
     def bury(self) -> int:
         """Takes back what dead users hold. How many there were. For the copying thread."""
-        buried = 0
-        for user, path in _users(self.path):
-            if user == self.user:
+        locks, buried = self._locks, 0
+        if locks is None:
+            return 0
+        known = self.tables.users()
+        for user in range(MOST_USERS):
+            if user == self.user or not known >> user & 1:
                 continue
             with suppress(OSError):
-                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-                try:
-                    # Under its lock: a process that comes now takes another number.
-                    if lock_now(descriptor) and _is(descriptor, path) and self.tables.forget(user):
-                        path.unlink()
-                        buried += 1
-                finally:
-                    os.close(descriptor)
+                if locks.take(user):  # a process that comes now takes another number
+                    try:
+                        buried += self.tables.forget(user)
+                    finally:
+                        locks.give_back(user)
         return buried
 
     # ---- leaving -------------------------------------------------------------------------------
@@ -242,22 +251,38 @@ class SharedRegion:
         if self._mapping is None:
             return
         idle = self.chunks.close()
-        self.tables.forget(self.user)
-        self.tables.detach()
-        with suppress(OSError, ConfigError), locked(self._folder / "lock", OPEN_SECONDS):
-            with suppress(OSError):
-                (self.path / f"user-{self.user}").unlink()
-            if not _is_used(self.path):
-                _remove(self.path)
+        locks = self._locks
+        if locks is not None:  # else a forked child's
+            self.tables.forget(self.user)
+            self.tables.detach()
+            with suppress(OSError, ConfigError), locked(self._folder / "lock", OPEN_SECONDS):
+                if locks.lead_from(self.path / "region") and not locks.others():
+                    _remove(self.path)
+                self._let_go()
+            self._let_go()
         if idle:
             self._drop()
 
+    def _let_go(self) -> None:
+        """No user any more."""
+        if self._locks is not None:
+            self._locks.close()
+            self._locks = None
+
+    def _leave_child(self) -> None:
+        """A child has no tier: it may close it, and nothing of its parent's is touched."""
+        self._locks = None
+        if hasattr(self, "tables"):
+            self.tables.abandon()
+
     def _drop(self) -> None:
+        self._let_go()
         if self._mapping is not None:
             self._mapping.close()
             self._mapping = None
-        while self._open:
-            os.close(self._open.pop())
+        if self._memory >= 0:
+            os.close(self._memory)
+            self._memory = -1
 
 
 def _laid_out(slots: Sequence[int], page_bytes: Sequence[int]) -> tuple[int, list[int], int]:
@@ -296,46 +321,14 @@ def _require_own(about: os.stat_result, path: Path) -> None:
 
 
 def _is_region(path: Path) -> bool:
-    """A folder with the files of a region, and no others: whatever else somebody keeps here stays."""
+    """A folder with the file of a region, and no other: whatever else somebody keeps here stays."""
     if path.is_symlink() or not path.is_dir():
         return False
-    names = {entry.name for entry in path.iterdir()}
-    return "region" in names and all(n == "region" or _USER.fullmatch(n) for n in names)
+    return [entry.name for entry in path.iterdir()] == ["region"]
 
 
 def _remove(path: Path) -> None:
     """Whoever has it mapped keeps the memory."""
     with suppress(OSError):
-        for entry in list(path.iterdir()):
-            entry.unlink()
+        (path / "region").unlink()
         path.rmdir()
-
-
-def _users(path: Path) -> Iterator[tuple[int, Path]]:
-    with suppress(OSError):
-        for entry in list(path.iterdir()):
-            found = _USER.fullmatch(entry.name)
-            if found is not None:
-                yield int(found[1]), entry
-
-
-def _is_used(path: Path) -> bool:
-    """Whether a living process is a user of the region."""
-    for _, entry in _users(path):
-        with suppress(OSError):
-            descriptor = os.open(entry, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                if not lock_now(descriptor):
-                    return True
-            finally:
-                os.close(descriptor)
-    return False
-
-
-def _is(descriptor: int, path: Path) -> bool:
-    """Whether the path still leads to the open file."""
-    try:
-        ours, there = os.fstat(descriptor), path.lstat()
-    except FileNotFoundError:
-        return False
-    return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connectors.pool_chunks import PoolChunks
-from kvcache.core.pool import PagePool
+from kvcache.core.pool import Pool
 
 NO_SPACE = "NoSpace"
 """Kind of error of a store that the medium had no room for."""
@@ -38,7 +38,7 @@ class SlotsAside:
 
     def __init__(
         self,
-        pools: Sequence[PagePool],
+        pools: Sequence[Pool],
         chunks: PoolChunks | None = None,
     ) -> None:
         self._pools = pools

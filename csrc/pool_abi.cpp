@@ -177,6 +177,22 @@ int32_t kvc_pool_take_events(kvc_pool* pool, kvc_pool_event* events, int64_t cap
     });
 }
 
+int32_t kvc_pool_spaces(kvc_pool* pool, uint32_t* spaces, int64_t cap, int64_t* n) {
+    return enter(pool, [&](Arena& a) -> int32_t {
+        if (const auto status = check_array("spaces", spaces, cap)) return status;
+        if (const auto status = not_null("n", n)) return status;
+        std::vector<uint32_t> used;
+        for (int32_t i = 0; i < static_cast<int32_t>(a.created_slabs()); ++i)
+            if (const Page& page = a.page(kGroup, i); page.key != Page::kNone) used.push_back(page.ns);
+        pool->journal.each_space([&](uint32_t ns) { used.push_back(ns); });
+        std::ranges::sort(used);
+        used.erase(std::ranges::unique(used).begin(), used.end());
+        *n = std::ssize(used);
+        if (*n <= cap) std::ranges::copy(used, spaces);
+        return KVC_OK;
+    });
+}
+
 int32_t kvc_pool_get_stats(kvc_pool* pool, kvc_pool_stats* out) {
     return enter(pool, [&](Arena& a) -> int32_t {
         if (const auto status = not_null("out", out)) return status;

@@ -39,6 +39,11 @@ class PoolJournal final : public KeyListener {
         start(static_cast<int64_t>(most_));
     }
 
+    template <typename Visit>
+    void each_space(Visit&& visit) const {
+        for (const kvc_pool_event& event : events_) visit(event.ns);
+    }
+
   private:
     void push(int32_t kind, const Digest& digest, uint32_t ns) {
         if (!most_) return;

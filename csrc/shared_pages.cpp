@@ -149,6 +149,16 @@ int32_t kvc_shared_acquire(kvc_shared* pool, int64_t group, const uint8_t* space
     });
 }
 
+int32_t kvc_shared_acquire_held(kvc_shared* pool, int64_t group, const uint8_t* space, const uint8_t* digests,
+                                int64_t stride_bytes, int64_t n, const int32_t* held, int64_t n_held, int32_t* slots) {
+    return with_group(pool, group, n, [&](kvc::SharedPool& p) {
+        if (n == 0) return int32_t{KVC_OK};
+        if (const auto status = kvc::not_null("space", space, "digests", digests, "slots", slots)) return status;
+        if (const auto status = kvc::check_array("held", held, n_held)) return status;
+        return p.acquire_held(group, space, digests, stride_bytes, n, held, n_held, slots);
+    });
+}
+
 int32_t kvc_shared_take(kvc_shared* pool, int64_t group, int64_t n, int32_t* slots, int64_t* taken) {
     return with_group(pool, group, n, [&](kvc::SharedPool& p) {
         if (const auto status = kvc::not_null("taken", taken)) return status;
@@ -205,7 +215,13 @@ int32_t kvc_shared_check(kvc_shared* pool, int64_t group) {
     return with_group(pool, group, 0, [&](kvc::SharedPool& p) { return p.check(group); });
 }
 
-/* The three that the copying thread calls, beside the others. */
+/* Those that the copying thread calls, beside the others. */
+
+int32_t kvc_shared_users(kvc_shared* pool, uint64_t* users) {
+    if (const auto status = kvc::not_null("pool", pool, "users", users)) return status;
+    *users = pool->users();
+    return KVC_OK;
+}
 
 int32_t kvc_shared_forget(kvc_shared* pool, int32_t user) {
     if (const auto status = kvc::not_null("pool", pool)) return status;

@@ -11,6 +11,10 @@
 //
 // Each user (an attachment) counts its own references at home, and has one bit in the slot. A dead user's bits are taken back
 // by forget(). A slot gets its key when its bytes are complete, so half-written ones are never found.
+//
+// Nobody has the lock for much longer than a millisecond, but to repair and to check: many keys are looked up, and many slots
+// let go, in pieces. Keys that are to come or go, and slots that are let go, while the lock is not to be had in time are owed,
+// and paid before the next call.
 #pragma once
 
 #include <pthread.h>
@@ -26,6 +30,7 @@ namespace kvc {
 
 inline constexpr int kMostUsers = 64;
 inline constexpr int64_t kMostSharedGroups = 64;
+inline constexpr int32_t kNone = -1;  // no slot
 
 // The key of a page: all zeros for native keys, then the digest.
 struct SharedName {
@@ -76,6 +81,9 @@ struct SharedHead {
     uint64_t seed;
     uint64_t clock;
     uint64_t recoveries;
+    uint64_t users;      // a bit for each that came and was not forgotten
+    uint64_t pid_space;  // the robust lock knows its owner by a number that is unique in one pid namespace alone
+    uint64_t waiting;    // for the lock; more where some died meanwhile
     pthread_mutex_t mutex;
 };
 
@@ -93,17 +101,23 @@ class SharedPool {
     // The region is not looked at any more: nothing is found or taken, and what is held here is let go here alone.
     void detach() { base_ = nullptr; }
 
-    // KVC_BUSY: the lock was not to be had in time, nothing was done.
+    // KVC_BUSY: the lock was not to be had in time. KVC_PAUSED: several times in a row, so that it is not tried for a while.
+    // Then present and acquire have done nothing, take has taken less, and the others are owed.
     int32_t present(int64_t group, const uint8_t* space, const uint8_t* digests, int64_t stride, int64_t n,
                     uint8_t* out);
     int32_t acquire(int64_t group, const uint8_t* space, const uint8_t* digests, int64_t stride, int64_t n,
                     int32_t* slots);
+    // As acquire, of slots that this user holds: takes no lock. Finds them fast, and surely, where both are in one order.
+    int32_t acquire_held(int64_t group, const uint8_t* space, const uint8_t* digests, int64_t stride, int64_t n,
+                         const int32_t* held, int64_t count, int32_t* slots);
     int32_t take(int64_t group, int64_t n, int32_t* slots, int64_t* taken);
+    // published[i] = 1 also where it is owed.
     int32_t publish(int64_t group, const uint8_t* space, const uint8_t* digests, const int32_t* slots, int64_t n,
                     uint8_t* published);
     int32_t unpublish(int64_t group, int32_t slot);
     int32_t release(int64_t group, const int32_t* slots, int64_t n);
     int32_t forget(int user);
+    uint64_t users() { return base_ ? std::atomic_ref(head().users).load(std::memory_order_relaxed) : 0; }
     int32_t stats(int64_t group, kvc_shared_stats* out);
     int32_t check(int64_t group);
     uint64_t version(int64_t group) const;
@@ -124,15 +138,38 @@ class SharedPool {
     Slot* slots(const SharedGroup& g) { return reinterpret_cast<Slot*>(base_ + g.slots_at); }
     Place* places(const SharedGroup& g) { return reinterpret_cast<Place*>(base_ + g.places_at); }
 
+    // What was done at home and not in the region yet, in order. The slots are held there until then.
+    struct Debt {
+        struct Item {
+            int32_t slot;
+            int32_t what;  // the name that it gets, or one of these
+        };
+        static constexpr int32_t kUnpublish = -1, kLetGo = -2;
+        std::vector<Item> items;
+        std::vector<SharedName> names;
+        size_t paid = 0;
+    };
+
+    int32_t lock_in_time();
     template <typename Body>
     int32_t locked(Body&& body);
+    template <typename Body>
+    int32_t in_turn(Body&& body);
+    void let_others();
     template <typename Visit>
-    void each_key(SharedGroup& g, const uint8_t* space, const uint8_t* digests, int64_t stride, int64_t n,
-                  Visit&& visit);
+    int32_t each_key(int64_t group, const uint8_t* space, const uint8_t* digests, int64_t stride, int64_t n,
+                     Visit&& visit);
+    int32_t pay(int64_t group);
+    void pay(SharedGroup& g, int64_t group, const Debt::Item& item);
+    void let_go_here(int64_t group, const int32_t* slots, int64_t n);
     int32_t check_slots(int64_t group, const int32_t* slots, int64_t n) const;
     uint64_t hash(const SharedName& name) const;
+    static uint64_t home(const SharedGroup& g, uint64_t hash) {
+        return (hash >> 32) * static_cast<uint64_t>(g.places) >> 32;
+    }
     int32_t find(SharedGroup& g, const SharedName& name, uint64_t hash);
     void insert(SharedGroup& g, int32_t slot, uint64_t hash);
+    bool give_key(SharedGroup& g, int32_t slot, const SharedName& name);
     void erase(SharedGroup& g, int32_t slot);
     void drop_key(SharedGroup& g, int32_t slot);
     void append(SharedGroup& g, int32_t slot);
@@ -149,6 +186,9 @@ class SharedPool {
     std::vector<std::vector<uint16_t>> counts_;  // of each group and slot: references of this user
     std::vector<int64_t> mine_;                  // of each group: slots that this user holds
     std::vector<int64_t> evictions_;             // ... and keys that it has evicted
+    std::vector<Debt> debts_;
+    int timeouts_ = 0;         // in a row
+    int64_t pause_until_ = 0;  // nanoseconds of the monotonic clock
 };
 
 }  // namespace kvc

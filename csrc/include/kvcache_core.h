@@ -21,7 +21,8 @@ extern "C" {
 enum kvc_status {
     KVC_OK = 0,
     KVC_NO_SPACE = 1,     /* not now: nothing changed, try again when pages were freed */
-    KVC_BUSY = 2,         /* not now: nothing changed, another process has the lock */
+    KVC_BUSY = 2,         /* not now: another process has the lock */
+    KVC_PAUSED = 3,       /* nor soon: so it was several times in a row */
     KVC_E_ARGUMENT = -1,  /* a bad value */
     KVC_E_HANDLE = -2,    /* unknown or closed request, load or step */
     KVC_E_STATE = -3,     /* a call that the contract forbids now */
@@ -93,14 +94,19 @@ int32_t kvc_pool_journal(kvc_pool* pool, int64_t most);
  * comes first: what follows it is right and complete. *n = how many; with less room than that (cap) nothing is written
  * or forgotten. */
 int32_t kvc_pool_take_events(kvc_pool* pool, kvc_pool_event* events, int64_t cap, int64_t* n);
+/* The ns of all keys and of all events that wait, ascending, each once. *n = how many; with less room (cap) nothing is
+ * written. O(pages). */
+int32_t kvc_pool_spaces(kvc_pool* pool, uint32_t* spaces, int64_t cap, int64_t* n);
 int32_t kvc_pool_get_stats(kvc_pool* pool, kvc_pool_stats* out);
 int32_t kvc_pool_check(kvc_pool* pool);
 
 /* ---- slots shared between processes ----------------------------------------------------------------------------- */
 /* A region is memory that several processes map: tables, then pages. Keys are a namespace and a digest, 32 bytes each. One
- * lock guards all; who finds its owner dead repairs the tables. A call that did not get it within 50 ms did nothing and
- * returns KVC_BUSY. Each attachment is a user with a number, at most 64; what a dead user holds comes back by
- * kvc_shared_forget. One thread at a time, but for kvc_shared_store, _load and _forget, which one other may call. */
+ * lock guards all; who finds its owner dead repairs the tables. A call that did not get it within 50 ms returns KVC_BUSY;
+ * after three in a row KVC_PAUSED, at once, for a second. Nothing was done then, but for kvc_shared_take, which may have taken
+ * some, and kvc_shared_publish, _unpublish and _release: they are done before this user's next call that gets the lock. Each
+ * attachment is a user with a number, at most 64; what a dead user holds comes back by kvc_shared_forget. One thread at a
+ * time, but for kvc_shared_store, _load, _users and _forget, which one other may call. */
 typedef struct kvc_shared kvc_shared;
 typedef struct {
     int64_t capacity;
@@ -127,6 +133,9 @@ int32_t kvc_shared_present(kvc_shared* pool, int64_t group, const uint8_t* space
                            int64_t stride_bytes, int64_t n, uint8_t* present);
 int32_t kvc_shared_acquire(kvc_shared* pool, int64_t group, const uint8_t* space, const uint8_t* digests,
                            int64_t stride_bytes, int64_t n, int32_t* slots);
+/* As acquire, of slots that are held here, without the lock: right, and O(n + n_held), where both are in one order. */
+int32_t kvc_shared_acquire_held(kvc_shared* pool, int64_t group, const uint8_t* space, const uint8_t* digests,
+                                int64_t stride_bytes, int64_t n, const int32_t* held, int64_t n_held, int32_t* slots);
 int32_t kvc_shared_take(kvc_shared* pool, int64_t group, int64_t n, int32_t* slots, int64_t* taken);
 int32_t kvc_shared_publish(kvc_shared* pool, int64_t group, const uint8_t* space, const uint8_t* digests,
                            const int32_t* slots, int64_t n, uint8_t* published);
@@ -137,6 +146,8 @@ int32_t kvc_shared_get_stats(kvc_shared* pool, int64_t group, kvc_shared_stats* 
 int32_t kvc_shared_check(kvc_shared* pool, int64_t group);
 /* The region is about to go: it is not looked at any more, nothing is found or taken, what is held is let go here alone. */
 int32_t kvc_shared_detach(kvc_shared* pool);
+/* Bits of users that came and were not forgotten since. */
+int32_t kvc_shared_users(kvc_shared* pool, uint64_t* users);
 /* The user is dead: nothing is held by it any more. */
 int32_t kvc_shared_forget(kvc_shared* pool, int32_t user);
 /* Pages at these addresses to slots that the user holds, each with a checksum of what arrived and of its name (64 bytes:

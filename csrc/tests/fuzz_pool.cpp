@@ -167,6 +167,11 @@ class PoolFuzz {
             const auto body = [&] { return kvc_pool_take_events(pool_, events.data(), cap, &n); };
             if (call("kvc_pool_take_events", body) == KVC_OK) reader_.took(where_, events, cap, n);
         }
+        std::vector<uint32_t> spaces(4, 0);
+        int64_t n = 0;
+        const int64_t cap = spite() ? random_.hostile() | INT64_MIN : random_.below(4);
+        call("kvc_pool_spaces", [&] { return kvc_pool_spaces(pool_, spaces.data(), cap, &n); });
+        if (spaces[3]) broken(where_, "more was written than there was room for");
     }
 
     void release(bool hostile) {

@@ -109,7 +109,7 @@ class SharedFuzz {
         const uint8_t* space = random_.chance(70) ? zeros_ : digests_;
         std::vector<int32_t> slots(kKeys, -1);
         std::vector<uint8_t> flags(kKeys);
-        switch (random_.below(8)) {
+        switch (random_.below(9)) {
             case 0:
                 call("kvc_shared_present",
                      [&] { return kvc_shared_present(pool, group, space, digests, 32, n, flags.data()); });
@@ -147,12 +147,23 @@ class SharedFuzz {
             case 6:
                 copy(pool, group, held);
                 break;
+            case 7:
+                if (held.size() > 60 || call("kvc_shared_acquire_held", [&] {
+                                            return kvc_shared_acquire_held(pool, group, space, digests, 32, n,
+                                                                           held.data(), std::ssize(held), slots.data());
+                                        }) != KVC_OK)
+                    break;
+                for (int64_t i = 0; i < n; ++i)
+                    if (slots[static_cast<size_t>(i)] >= 0) held.push_back(slots[static_cast<size_t>(i)]);
+                break;
             default: {
-                uint64_t version = 0;
+                uint64_t version = 0, users = 0;
                 kvc_shared_stats stats{};
                 call("kvc_shared_version", [&] { return kvc_shared_version(pool, group, &version); });
                 call("kvc_shared_get_stats", [&] { return kvc_shared_get_stats(pool, group, &stats); });
                 call("kvc_shared_check", [&] { return kvc_shared_check(pool, group); });
+                call("kvc_shared_users", [&] { return kvc_shared_users(pool, &users); });
+                if (users != 3) broken(where_, "other users than came");
                 call("kvc_shared_forget", [&] { return kvc_shared_forget(pool, spite() ? -1 : 63); });
             }
         }

@@ -86,6 +86,7 @@ class Rounds {
     }
     // Loads a key, or stores it; now and then keeps what it holds for ever, if it is to be killed.
     void step(kvc_shared* pool, fuzz::Random& random) {
+        if (random.chance(3)) return hold_many(pool, random.below(kGroups));
         const int64_t key = random.below(kKeys), group = key % kGroups;
         if (random.chance(50) && load(pool, group, key)) return;
         int32_t slot = -1;
@@ -98,7 +99,19 @@ class Rounds {
         const auto from = reinterpret_cast<uint64_t>(page.data());
         must(kvc_shared_store(pool, group, &from, &slot, name, 1));
         if (kvc_shared_publish(pool, group, name, name + 32, &slot, 1, &published) < 0) must(-1);
-        while (kvc_shared_release(pool, group, &slot, 1) == KVC_BUSY) usleep(100);
+        if (kvc_shared_release(pool, group, &slot, 1) < 0) must(-1);
+    }
+    // More keys than are looked up, and more slots than are let go, under one lock.
+    void hold_many(kvc_shared* pool, int64_t group) {
+        constexpr int64_t kMany = 20'000;
+        std::vector<uint8_t> digests(kMany * 32);
+        for (int64_t i = 0; i < kMany; ++i) digest_of(i % kKeys, &digests[static_cast<size_t>(i) * 32]);
+        std::vector<int32_t> slots(kMany, -1);
+        const int32_t status = kvc_shared_acquire(pool, group, zeros_, digests.data(), 32, kMany, slots.data());
+        if (status < 0) must(status);
+        std::erase(slots, -1);
+        if (status && !slots.empty()) fuzz::broken(where_, "a lookup that got no answer holds slots");
+        if (kvc_shared_release(pool, group, slots.data(), std::ssize(slots)) < 0) must(-1);
     }
     // True: it was there, with every byte.
     bool load(kvc_shared* pool, int64_t group, int64_t key) {
@@ -112,7 +125,7 @@ class Rounds {
         if (!ok) fuzz::broken(where_, "key %d has another checksum", static_cast<int>(key));
         for (size_t i = 0; i < page.size(); ++i)
             if (page[i] != name[32 + i % 32]) fuzz::broken(where_, "key %d has a wrong byte", static_cast<int>(key));
-        while (kvc_shared_release(pool, group, &slot, 1) == KVC_BUSY) usleep(100);
+        if (kvc_shared_release(pool, group, &slot, 1) < 0) must(-1);
         return true;
     }
 

@@ -1,42 +1,29 @@
-"""Slots that several processes share: the tables in a mapped region, each group of them as a `PagePool`.
+"""Slots that several processes share: the tables in a mapped region, each group of them as a `Pool`.
 
-A namespace's number is the namespace, as a whole number of 32 bytes. A call that does not get the
-region's lock in time finds nothing and takes nothing; what it was to let go is let go by the next.
+A namespace's number is the namespace, as a whole number of 32 bytes. What does not get the region's
+lock in time raises `PoolBusyError` where it asks, takes less where it takes, and is done before the next
+call that gets the lock where it gives keys, drops them, or lets go.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core import arrays, native
-from kvcache.core.errors import ConfigError
-from kvcache.core.pool import POOL_EVENT_DTYPE, PagePool
+from kvcache.core.errors import ConfigError, MisuseError
+from kvcache.core.pool import POOL_EVENT_DTYPE, Pool, PoolBusyError
 from kvcache.core.records import PoolStats
 
 MOST_USERS = 64
 """Attachments of one region at a time."""
 
-_BUSY = 2
-_PAUSE_SECONDS = 1.0
-"""Who did not get the lock does not try for so long: its owner was stopped in the middle of a change."""
-
-
-class SpaceNumbers(dict[bytes, int]):
-    """Numbers of namespaces that are the namespaces: equal in all processes, and none is kept."""
-
-    def get(self, namespace: bytes, default: object = None) -> int:  # noqa: ARG002
-        """Every namespace has one."""
-        return int.from_bytes(namespace, "little")
-
-    def setdefault(self, namespace: bytes, default: int = 0) -> int:  # noqa: ARG002
-        """Every namespace has one."""
-        return int.from_bytes(namespace, "little")
+_BUSY, _PAUSED = 2, 3
 
 
 class SharedStats(NamedTuple):
@@ -122,25 +109,17 @@ class SharedTables:
         self.user = user
         self.busy = 0
         """Calls that did not get the lock in time."""
-        self._until = 0.0
         self._using = threading.Lock()
-        self._detached = False
         self.pools = [SharedPool(self, group, n) for group, n in enumerate(slots)]
 
     # ---- for the pools -------------------------------------------------------------------------
 
-    def call(self, function: Any, *args: Any) -> bool:
-        """False: nothing was done, another process has the lock, or the region is gone."""
+    def call(self, function: Any, *args: Any) -> int:
+        """The status, zero or above: that of a call that did not get the lock in time is counted."""
         with self._using:
-            if time.monotonic() < self._until:
-                return False
-            if native.call(function, self._native, *args) != _BUSY:
-                return True
-            if self._detached:
-                return False
-        self.busy += 1
-        self._until = time.monotonic() + _PAUSE_SECONDS
-        return False
+            status = native.call(function, self._native, *args)
+        self.busy += status in {_BUSY, _PAUSED}
+        return status
 
     # ---- for the copying thread ----------------------------------------------------------------
 
@@ -197,84 +176,99 @@ class SharedTables:
     def detach(self) -> None:
         """The region will be unmapped: from now on nothing is found, and nobody looks there."""
         with self._using:
-            self._detached = True
-            self._until = 0.0
             native.call(self._lib.kvc_shared_detach, self._native)
+
+    def abandon(self) -> None:
+        """As `detach`, in a forked child: another thread may have been in a call at that time."""
+        self._using = threading.Lock()
+        with suppress(MisuseError):
+            self.detach()
+
+    def users(self) -> int:
+        """A bit for each user that came and was not forgotten since."""
+        out = self._ffi.new("uint64_t*")
+        native.call(self._lib.kvc_shared_users, self._native, out)
+        return int(out[0])
 
     def forget(self, user: int) -> bool:
         """A user that is dead, or this one at its end, holds nothing any more. False: not now."""
         return native.call(self._lib.kvc_shared_forget, self._native, user) != _BUSY
 
 
-class SharedPool(PagePool):
-    """The slots of one group, as a `PagePool` that others use too. Keeps no events."""
+class SharedPool(Pool):
+    """The slots of one group, which others use too. Keeps no events."""
 
     def __init__(self, tables: SharedTables, group: int, capacity: int) -> None:
         self._ffi, self._lib = native.load()
+        self.capacity = capacity
         self._tables = tables
         self._group = group
-        self.capacity = capacity
-        self._version = 1
         self._stats = SharedStats(capacity, 0, 0, 0, 0, 0, 0, 0)
-        self._owed: list[Callable[[], bool]] = []
-        """What another process's lock kept from being done."""
 
     @property
     def version(self) -> int:
-        """Changes whenever a key appears or goes, whoever does it. Takes no lock."""
+        """Changes whenever a key appears or goes, whoever does it; 0 at the end. Takes no lock."""
         out = self._ffi.new("uint64_t*")
-        if self._tables.call(self._lib.kvc_shared_version, self._group, out):
-            self._version = int(out[0])
-        return self._version
+        self._call(self._lib.kvc_shared_version, out)
+        return int(out[0])
 
     def present(self, namespace: int, digests: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """As `PagePool.present`."""
+        """As `Pool.present`; raises `PoolBusyError`."""
         rows, out = _rows(digests), np.zeros(len(digests), np.uint8)
-        self._find(self._lib.kvc_shared_present, namespace, rows, "uint8_t", out)
+        self._ask(
+            self._lib.kvc_shared_present,
+            *self._keys(namespace, rows),
+            self._ffi.from_buffer("uint8_t[]", out),
+        )
         return out
 
     def acquire(self, namespace: int, digests: NDArray[np.uint8]) -> NDArray[np.int32]:
-        """As `PagePool.acquire`. What is held here nobody evicts."""
+        """As `Pool.acquire`; raises `PoolBusyError`. What is held here nobody evicts."""
         rows, out = _rows(digests), np.full(len(digests), -1, np.int32)
-        self._find(self._lib.kvc_shared_acquire, namespace, rows, "int32_t", out)
+        self._ask(
+            self._lib.kvc_shared_acquire,
+            *self._keys(namespace, rows),
+            self._ffi.from_buffer("int32_t[]", out),
+        )
         return out
 
-    def _find(
-        self, function: Any, namespace: int, rows: NDArray[np.uint8], ctype: str, out: NDArray[Any]
-    ) -> None:
-        self._pay()
-        self._tables.call(
-            function,
-            self._group,
-            _space(namespace),
-            self._ffi.cast("uint8_t*", rows.ctypes.data),
-            max(rows.strides[0], 32),
-            len(rows),
-            self._ffi.from_buffer(f"{ctype}[]", out),
+    def acquire_held(
+        self, namespace: int, digests: NDArray[np.uint8], pages: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
+        """As `acquire`, of pages that are held here: takes no lock.
+
+        O(digests + pages) where both are in one order; -1 also where they are not.
+        """
+        rows, out = _rows(digests), np.full(len(digests), -1, np.int32)
+        held = arrays.flat(pages, np.int32, "pages")
+        self._call(
+            self._lib.kvc_shared_acquire_held,
+            *self._keys(namespace, rows),
+            self._ffi.from_buffer("int32_t[]", held),
+            len(held),
+            self._ffi.from_buffer("int32_t[]", out),
         )
+        return out
 
     def take(self, count: int) -> NDArray[np.int32]:
-        """As `PagePool.take`; what anybody holds is not taken."""
-        self._pay()
+        """As `Pool.take`; what anybody holds is not taken."""
         out = np.empty(max(0, min(count, self.capacity)), np.int32)
         taken = self._ffi.new("int64_t*")
         buffer = self._ffi.from_buffer("int32_t[]", out)
-        self._tables.call(self._lib.kvc_shared_take, self._group, len(out), buffer, taken)
+        self._call(self._lib.kvc_shared_take, len(out), buffer, taken)
         return out[: taken[0]]
 
     def publish(
         self, namespace: int, digests: NDArray[np.uint8], pages: NDArray[np.int32]
     ) -> NDArray[np.uint8]:
-        """As `PagePool.publish`: 0 also where another process was first."""
+        """As `Pool.publish`: 0 also where another process was first."""
         rows = np.ascontiguousarray(_rows(digests))
         held = arrays.flat(pages, np.int32, "pages")
         if len(rows) != len(held):
             raise ConfigError(f"{len(rows)} keys for {len(held)} pages: one each")
         out = np.zeros(len(rows), np.uint8)
-        self._pay()
-        self._tables.call(
+        self._call(
             self._lib.kvc_shared_publish,
-            self._group,
             _space(namespace),
             self._ffi.from_buffer("uint8_t[]", rows),
             self._ffi.from_buffer("int32_t[]", held),
@@ -284,39 +278,41 @@ class SharedPool(PagePool):
         return out
 
     def unpublish(self, page: int) -> None:
-        """As `PagePool.unpublish`."""
-        self._owe(lambda: self._tables.call(self._lib.kvc_shared_unpublish, self._group, page))
+        """As `Pool.unpublish`."""
+        self._call(self._lib.kvc_shared_unpublish, page)
 
     def release(self, pages: NDArray[np.int32]) -> None:
-        """As `PagePool.release`; for this user alone."""
-        held = arrays.flat(pages, np.int32, "pages").copy()
-        buffer = self._ffi.from_buffer("int32_t[]", held)
-        self._owe(
-            lambda: self._tables.call(
-                self._lib.kvc_shared_release, self._group, buffer, len(buffer)
-            )
+        """As `Pool.release`; for this user alone."""
+        held = arrays.flat(pages, np.int32, "pages")
+        self._call(
+            self._lib.kvc_shared_release, self._ffi.from_buffer("int32_t[]", held), len(held)
         )
 
-    def _owe(self, call: Callable[[], bool]) -> None:
-        self._owed.append(call)
-        self._pay()
+    def _keys(self, namespace: int, rows: NDArray[np.uint8]) -> tuple[Any, ...]:
+        first = self._ffi.cast("uint8_t*", rows.ctypes.data)
+        return _space(namespace), first, max(rows.strides[0], 32), len(rows)
 
-    def _pay(self) -> None:
-        """What was to be done before, in order."""
-        while self._owed and self._owed[0]():
-            del self._owed[0]
+    def _call(self, function: Any, *args: Any) -> int:
+        return self._tables.call(function, self._group, *args)
+
+    def _ask(self, function: Any, *args: Any) -> None:
+        status = self._call(function, *args)
+        if status:
+            raise PoolBusyError(soon=status == _BUSY)
 
     def take_events(self) -> NDArray[np.void]:
         """None are kept."""
         return np.empty(0, POOL_EVENT_DTYPE)
 
     def shared_stats(self) -> SharedStats:
-        """The last that could be read."""
-        self._pay()
+        """What could be read last; `mine` and `evictions` are those of now."""
         out = self._ffi.new("kvc_shared_stats*")
-        if self._tables.call(self._lib.kvc_shared_get_stats, self._group, out):
-            self._stats = SharedStats(*(getattr(out, name) for name in SharedStats._fields))
-        return self._stats
+        busy = self._call(self._lib.kvc_shared_get_stats, out)
+        now = SharedStats(*(getattr(out, name) for name in SharedStats._fields))
+        if busy:
+            now = self._stats._replace(mine=now.mine, evictions=now.evictions)
+        self._stats = now
+        return now
 
     def stats(self) -> PoolStats:
         """`held` is what this user holds; what others hold counts as cached."""
@@ -326,8 +322,7 @@ class SharedPool(PagePool):
 
     def check(self) -> None:
         """Raise `InvariantError` if the tables disagree. O(slots), under the lock."""
-        self._pay()
-        self._tables.call(self._lib.kvc_shared_check, self._group)
+        self._call(self._lib.kvc_shared_check)
 
 
 def _space(number: int) -> bytes:

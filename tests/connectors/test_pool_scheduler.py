@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from kvcache.connectors.base import (
     KeyedPages,
     RequestKeys,
     TransferResult,
+    failed,
 )
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.key_events import KeysLost, KeysRemoved, KeysStored
@@ -286,3 +288,40 @@ def test_a_tier_that_is_not_asked_for_events_keeps_none() -> None:
         r.store(chain("a", 3))
         assert not r.scheduler.reports_events
         assert r.scheduler.take_events() == []
+
+
+# ---- namespaces ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken_every", [1, 7, 10**6])
+def test_namespaces_are_known_as_long_as_a_key_or_an_event_has_them(taken_every: int) -> None:
+    """Not all that ever were. Whoever replays the events has the keys that are found, under their names."""
+    slots, journal = 4, 3 * 500  # no event is lost
+    with rig(cpu, Setup(events=taken_every < 10**6, pages=(slots, 1))) as r:
+        numbers = r.scheduler._numbers  # type: ignore[attr-defined]
+        keys, there = [], set()
+        for i in range(500):
+            keys.append(Key("k", 0, hashlib.sha256(b"%d" % (i % 300)).digest()))
+            r.store([keys[-1]])
+            if i % taken_every == 0 or i == 499:
+                for event in r.scheduler.take_events():
+                    assert not isinstance(event, KeysLost)
+                    change = there.add if isinstance(event, KeysStored) else there.remove
+                    change(event.namespace)
+            assert len(numbers) <= 2 * (slots + 1 + min(2 * taken_every, journal))
+        last = {key.namespace for key in keys[-slots:]}
+        assert all(r.visible([key]) == [key.namespace in last] for key in keys[:300])
+        assert there == (last if r.scheduler.reports_events else set())
+        assert r.lookup(1, keys[-1:]) == [1]
+        assert r.load(1, keys[-1:]) == [1]
+        if taken_every > 7:
+            assert len(numbers) <= 2 * (slots + 1)
+
+
+def test_what_is_looked_up_or_refused_leaves_no_namespace_behind() -> None:
+    with rig(cpu, pages=50) as r:
+        for i in range(50):
+            key = Key("k", 0, hashlib.sha256(b"%d" % i).digest())
+            assert r.visible([key]) == [0]
+            r.scheduler.complete(failed(r.planned([key]), "Test: nothing was copied"))
+        assert len(r.scheduler._numbers) == 0  # type: ignore[attr-defined]

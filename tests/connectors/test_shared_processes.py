@@ -4,65 +4,19 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiers import shared_process
 from tiers.pieces import PATIENCE
+from tiers.shared_others import at, held, kill, nothing_left, process, wait_for
 from tiers.shared_pieces import shared
 
-from kvcache.connectors.testing import Key, Rig, Setup, chain, rig
-from kvcache.core import shared_pool
+from kvcache.connectors.testing import Key, Setup, chain, rig
 
 SCALE = int(os.environ.get("KVCACHE_TEST_SCALE", "1"))
-PROGRAM = Path(shared_process.__file__)
 LARGE = Setup(geometry=shared_process.large(), pages=(16,))
-
-
-@contextmanager
-def process(folder: Path, action: str, seed: int = 0, *more: str) -> Iterator[Any]:
-    command = [sys.executable, str(PROGRAM), str(folder), action, str(seed), *more]
-    pipe = subprocess.PIPE
-    started = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-    try:
-        assert started.stdout is not None
-        assert started.stdout.readline() == "ready\n"
-        yield started
-    finally:
-        started.kill()
-        started.communicate()
-
-
-def kill(victim: subprocess.Popen[str]) -> str:
-    victim.send_signal(signal.SIGKILL)
-    return victim.communicate()[0]
-
-
-def wait_for(what: str, condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not come"
-        time.sleep(0.005)
-
-
-def at(folder: Path) -> Callable[[Setup], Any]:
-    return lambda setup: shared(setup, folder)
-
-
-def held(r: Rig) -> int:
-    """Slots that anybody holds."""
-    return sum(pool.shared_stats().held for pool in r.scheduler._pools)  # type: ignore[attr-defined]
-
-
-def nothing_left(folder: Path) -> bool:
-    return [path.name for path in folder.iterdir()] == ["lock"]
 
 
 @pytest.mark.parametrize("seed", range(2 * SCALE))
@@ -107,28 +61,6 @@ def test_what_a_dead_process_held_is_let_go(tmp_path: Path) -> None:
         assert r.visible(keys) == [0] * 4
         assert r.visible(chain("x", 8)) == [1] * 8
     assert nothing_left(tmp_path)
-
-
-def test_one_that_stopped_in_the_middle_of_a_change_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is found meanwhile; when it dies, all is repaired and what was owed is done."""
-    monkeypatch.setattr(shared_pool, "_PAUSE_SECONDS", 0.0)
-    with rig(at(tmp_path)) as r:
-        keys = chain("a", 3)
-        r.store(keys)
-        assert r.lookup(1, keys) == [1] * 3
-        with process(tmp_path, "lock") as victim:
-            assert r.lookup(2, keys) == [0] * 3
-            assert r.plan_store(chain("b", 2)) is None
-            r.scheduler.release(1)
-            assert r.scheduler.busy_calls >= 3  # type: ignore[attr-defined]
-            kill(victim)
-        wait_for("the repair", lambda: r.visible(keys) == [1] * 3)
-        r.scheduler.release(2)
-        assert held(r) == 0
-        assert r.scheduler.repairs == 1  # type: ignore[attr-defined]
-        assert r.store(chain("b", 2)) == chain("b", 2)
 
 
 @pytest.mark.parametrize("seed", range(SCALE))

@@ -408,6 +408,21 @@ def test_misuse_is_a_named_error_and_changes_nothing(pool: PagePool, case: str) 
     pool.check()
 
 
+def test_namespaces_are_those_of_keys_and_of_events_that_wait() -> None:
+    pool = PagePool(3, journal=9)
+    for number in (7, 2**32 - 1, 7, 5):  # the last replaces the oldest
+        page = pool.take(1)
+        pool.publish(number, np.full((1, 32), len(pool.namespaces()), np.uint8), page)
+        pool.release(page)
+    assert pool.namespaces().tolist() == [5, 7, 2**32 - 1]
+    assert len(pool.take_events()) == 5
+    assert pool.namespaces().tolist() == [5, 7, 2**32 - 1]
+    pool.unpublish(int(pool.acquire(5, np.full((1, 32), 2, np.uint8))[0]))
+    assert pool.namespaces().tolist() == [5, 7, 2**32 - 1]  # told, and not heard yet
+    pool.take_events()
+    assert pool.namespaces().tolist() == [7, 2**32 - 1]
+
+
 def test_the_library_refuses_negative_counts_and_short_strides(pool: PagePool) -> None:
     ffi, lib = native.load()
     out, key = ffi.new("int32_t[4]"), ffi.new("uint8_t[64]")
@@ -419,6 +434,7 @@ def test_the_library_refuses_negative_counts_and_short_strides(pool: PagePool) -
         (lib.kvc_pool_present, 0, key, 32, -1, key),
         (lib.kvc_pool_publish, 0, key, out, -1, key),
         (lib.kvc_pool_take_events, events, -1, count),
+        (lib.kvc_pool_spaces, ffi.NULL, -1, count),
     ):
         with pytest.raises(ConfigError):
             native.call(function, pool._native, *arguments)

@@ -6,6 +6,8 @@ from mutate.mutant import Mutant
 
 SHARED = "tests/connectors/test_shared.py::test_"
 PROCESSES = "tests/connectors/test_shared_processes.py::test_"
+USERS = "tests/connectors/test_shared_users.py::test_"
+BUSY = "tests/connectors/test_shared_busy.py::test_"
 CHUNKS = "tests/connectors/test_pool_chunks.py::test_"
 LAZY = "tests/connectors/test_driver_lazy.py::test_"
 BROKEN = ("ContractError",)
@@ -57,22 +59,22 @@ HOST = [
     Mutant(
         "regions in use are removed",
         "connectors/shared_region.py",
-        "            if _is_region(entry) and not _is_used(entry):",
+        '            if _is_region(entry) and not is_used(entry / "region"):',
         "            if _is_region(entry):",
         (SHARED + "what_one_stores_all_find_at_once",),
     ),
     Mutant(
         "whatever lies beside regions is taken for one",
         "connectors/shared_region.py",
-        '    return "region" in names and all(n == "region" or _USER.fullmatch(n) for n in names)',
-        '    return "region" in names',
+        '    return [entry.name for entry in path.iterdir()] == ["region"]',
+        '    return "region" in [entry.name for entry in path.iterdir()]',
         (SHARED + "what_else_lies_in_the_folder_stays",),
     ),
     Mutant(
         "the last user leaves the region behind",
         "connectors/shared_region.py",
-        "            if not _is_used(self.path):\n",
-        "            if _is_used(self.path):\n",
+        "and not locks.others():",
+        "and locks.others():",
         (SHARED + "where_regions_lie_by_default",),
     ),
     Mutant(
@@ -98,12 +100,56 @@ HOST = [
         (PROCESSES + "what_a_dead_process_held_is_let_go",),
     ),
     Mutant(
-        "what another process's lock kept from being done is forgotten",
-        "kvcache/core/shared_pool.py",
-        "        while self._owed and self._owed[0]():",
-        "        while self._owed and (self._owed[0]() or True):",
-        (PROCESSES + "one_that_stopped_in_the_middle_of_a_change_is_not_waited_for",),
+        "who leaves removes whatever has the name now",
+        "connectors/shared_region.py",
+        'locks.lead_from(self.path / "region") and ',
+        "",
+        (USERS + "who_leaves_a_region_that_was_removed_takes_nothing_from_its_successor",),
+    ),
+    Mutant(
+        "a region that cannot be looked at is nobody's",
+        "connectors/shared_users.py",
+        "    except OSError:\n        return True\n    try:",
+        "    except OSError:\n        return False\n    try:",
+        (USERS + "where_it_cannot_be_told_whether_a_region_is_used_it_is_kept",),
+    ),
+    Mutant(
+        "a forked child keeps its parent's number",
+        "connectors/shared_users.py",
+        "os.register_at_fork(after_in_child=_after_fork)\n",
+        "",
+        (USERS + "a_forked_child_keeps_nothing_of_its_dead_parent",),
         BROKEN,
+    ),
+    Mutant(
+        "keys that another process's lock kept from being given are forgotten",
+        "csrc/shared_pool.cpp",
+        "        debt.items.push_back({held[done], static_cast<int32_t>(debt.names.size())});\n",
+        "",
+        (BUSY + "a_page_that_was_stored_meanwhile_is_found",),
+    ),
+    Mutant(
+        "a lookup that was not answered is a miss",
+        "connectors/pool_scheduler.py",
+        "            if busy.soon:",
+        "            if not busy.soon:",
+        (BUSY + "a_lookup_that_was_not_answered_is_asked_anew",),
+    ),
+    Mutant(
+        "what is found nowhere in a pause is taken for the answer of the index",
+        "connectors/pool_scheduler.py",
+        "            versions = [NEVER] * len(versions)\n",
+        "",
+        (BUSY + "what_was_not_found_in_a_pause_is_found_after_it",),
+    ),
+    Mutant(
+        "namespaces are known for ever",
+        "connectors/pool_spaces.py",
+        "            if number not in used:",
+        "            if number in used and number not in used:",
+        (
+            "tests/connectors/test_pool_scheduler.py::test_namespaces_are_known_as_long_as_a_key_or_an_event_has_them",
+        ),
     ),
     Mutant(
         "checksums of shared pages are not compared",
@@ -131,11 +177,11 @@ HOST = [
     ),
     Mutant(
         "a slot has its key before its name",
-        "csrc/shared_pool.cpp",
-        "            s.name = name;\n            std::atomic_ref(s.keyed).store(1, std::memory_order_release);",
-        "            std::atomic_ref(s.keyed).store(1, std::memory_order_release);\n"
-        "            for (volatile int i = 0; i < 3000; i = i + 1) {\n            }\n"
-        "            s.name = name;",
+        "csrc/shared_tables.cpp",
+        "    s.name = name;\n    std::atomic_ref(s.keyed).store(1, std::memory_order_release);",
+        "    std::atomic_ref(s.keyed).store(1, std::memory_order_release);\n"
+        "    for (volatile int i = 0; i < 3000; i = i + 1) {\n    }\n"
+        "    s.name = name;",
         ("csrc/tests/test_shared_pool",),
         ("crash", "hang"),
     ),
