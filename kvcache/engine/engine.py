@@ -45,7 +45,7 @@ __all__ = ["Engine", "EngineSettings"]
 T = TypeVar("T")
 
 
-class Engine(Pauses):
+class Engine:
     """Continuous batching over one runner. Not thread-safe.
 
     Args:
@@ -69,7 +69,6 @@ class Engine(Pauses):
             raise ConfigError("the runner and the manager were built for different geometries")
         if offload is not None and offload.manager is not manager:
             raise ConfigError("the offload was made for another manager: give both the same one")
-        super().__init__()
         self.settings = settings or EngineSettings()
         self._guesser = runner if isinstance(runner, Guesser) else None
         self.scheduler = Scheduler(
@@ -93,6 +92,7 @@ class Engine(Pauses):
         """Their end is among those events."""
         self._idle_since: float | None = None
         self._chunks = ChunkMaker(manager, self._guesser)
+        self._pauses = Pauses(self.scheduler, manager, offload, runner, self._move_pages)
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -166,6 +166,23 @@ class Engine(Pauses):
         if request.status is Status.RUNNING:
             self.scheduler.preempt(request)
 
+    @property
+    def asleep(self) -> bool:
+        """Between `sleep` and `wake`."""
+        return self._pauses.asleep
+
+    def sleep(self, timeout_seconds: float = 60.0) -> bool:
+        """See `Pauses.sleep`."""
+        return self._pauses.sleep(timeout_seconds)
+
+    def wake(self) -> None:
+        """See `Pauses.wake`."""
+        self._pauses.wake()
+
+    def reload(self, weights_epoch: int, load: Callable[[], None]) -> None:
+        """See `Pauses.reload`."""
+        self._pauses.reload(weights_epoch, load)
+
     def _find(self, request_id: int) -> Request:
         request = self._requests.get(whole(request_id, "request_id"))
         if request is None:
@@ -191,7 +208,7 @@ class Engine(Pauses):
         after `idle_wait_seconds` at most. If the runner raises, the requests of its batch end with
         `Reason.ERROR`, and the exception goes on.
         """
-        self._require_awake()
+        self._pauses.require_awake()
         begin, counters = self._clock(), self.counters
         beside = counters.runner_seconds + counters.tier_seconds
         preempted = counters.preemptions

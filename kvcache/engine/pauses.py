@@ -4,37 +4,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from kvcache.connectors.driver import Offload
 from kvcache.core.errors import MisuseError
+from kvcache.core.manager import Manager
 from kvcache.core.values import wait_seconds
-
-if TYPE_CHECKING:
-    from kvcache.connectors.driver import Offload
-    from kvcache.core.manager import Manager
-    from kvcache.engine.chunk import Runner
-    from kvcache.engine.scheduler import Scheduler
+from kvcache.engine.chunk import Runner
+from kvcache.engine.scheduler import Scheduler
 
 WAIT_SECONDS = 0.05
 """At once, for a load in flight."""
 
 
 class Pauses:
-    """Sleep, wake, and new weights. Requests stay open: they wait without pages meanwhile."""
+    """Sleep, wake, and new weights. Requests stay open: they wait without pages meanwhile.
 
-    scheduler: Scheduler
-    _manager: Manager
-    _offload: Offload | None
-    _runner: Runner
-    _move_pages: Callable[[], None]
+    Args:
+        move_pages: does the copies that the manager asks for.
 
-    def __init__(self) -> None:
-        self._asleep = False
+    Attributes:
+        asleep: between `sleep` and `wake`.
+    """
 
-    @property
-    def asleep(self) -> bool:
-        """Between `sleep` and `wake`."""
-        return self._asleep
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        manager: Manager,
+        offload: Offload | None,
+        runner: Runner,
+        move_pages: Callable[[], None],
+    ) -> None:
+        self.asleep = False
+        self._scheduler = scheduler
+        self._manager = manager
+        self._offload = offload
+        self._runner = runner
+        self._move_pages = move_pages
 
     def sleep(self, timeout_seconds: float = 60.0) -> bool:
         """Give the device's page memory back to the system; what is cached stays in the tier alone.
@@ -54,18 +59,18 @@ class Pauses:
             raise MisuseError(
                 f"the runner {type(self._runner).__name__} has no release_memory: it cannot sleep"
             )
-        if self._asleep:
+        if self.asleep:
             return True
         self._require_no_step()
         end = time.monotonic() + limit
         self._preempt_all()
-        while self.scheduler.loading:
+        while self._scheduler.loading:
             remaining = end - time.monotonic()
             if remaining <= 0:
                 return False
             assert self._offload is not None
             self._offload.wait(min(remaining, WAIT_SECONDS))
-            self.scheduler.collect_loads()
+            self._scheduler.collect_loads()
             self._preempt_all()
         self._move_pages()
         if self._offload is not None and not self._offload.drain(max(end - time.monotonic(), 0.0)):
@@ -73,12 +78,12 @@ class Pauses:
         self._manager.clear()
         self._move_pages()
         release()
-        self._asleep = True
+        self.asleep = True
         return True
 
     def wake(self) -> None:
         """Go on after `sleep`. The memory comes back as it is used. Idempotent."""
-        self._asleep = False
+        self.asleep = False
 
     def reload(self, weights_epoch: int, load: Callable[[], None]) -> None:
         """Change the weights: nothing that was computed with the old ones is a hit afterwards.
@@ -97,16 +102,17 @@ class Pauses:
         """
         self._require_no_step()
         self._preempt_all()
-        self.scheduler.drop_loads()
+        self._scheduler.drop_loads()
         self._manager.set_weights_epoch(weights_epoch)
         load()
 
     def _preempt_all(self) -> None:
-        for request in list(self.scheduler.running):
-            self.scheduler.preempt(request)
+        for request in list(self._scheduler.running):
+            self._scheduler.preempt(request)
 
-    def _require_awake(self) -> None:
-        if self._asleep:
+    def require_awake(self) -> None:
+        """Raise `MisuseError` between `sleep` and `wake`."""
+        if self.asleep:
             raise MisuseError("the engine is asleep: call wake() before step()")
 
     def _require_no_step(self) -> None:

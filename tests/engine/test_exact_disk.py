@@ -25,6 +25,7 @@ def test_after_a_restart_the_files_serve_what_was_drained(tier: str, tmp_path: P
         forgetting=False,
         restarting=True,
         interval_tokens=0,
+        lazy_bytes=None,
         sharding="whole",
         seed=0,
     )

@@ -279,6 +279,7 @@ def course(sharding: str, *, tier: str = "disk", **changes: object) -> Course:
         forgetting=True,
         restarting=False,
         interval_tokens=0,
+        lazy_bytes=None,
         sharding=sharding,
         seed=0,
     )
