@@ -264,7 +264,10 @@ class Play(Engine):
             connector = TIERS[course.tier](world.model, course.tier_pages, folder)
             offload = Offload(manager, connector, runner.regions(), lazy_bytes=course.lazy_bytes)
         settings = EngineSettings(
-            token_budget=course.token_budget, max_requests=course.max_requests, debug=True
+            token_budget=course.token_budget,
+            max_requests=course.max_requests,
+            loads="always",  # what a tier has is to be tried, whatever it costs on this machine
+            debug=True,
         )
         super().__init__(runner, manager, offload, settings=settings)
         self.world, self.course, self.met = world, course, met
