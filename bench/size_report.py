@@ -69,8 +69,11 @@ def size_report(asked: SizeRequest) -> dict[str, Any]:
         )
     junctions = _keeps_all_tokens(geometry)
     profile = CODING_AGENTS if junctions else CODING_AGENTS_WITHOUT_JUNCTIONS
+    coarser: list[str] = []
     if asked.trace is not None:
-        profile = profile_trace(open_trace(asked.trace), grid, junctions=junctions)
+        trace = open_trace(asked.trace)
+        profile = profile_trace(trace, grid, junctions=junctions)
+        coarser = _coarser(profile, trace.block_tokens, grid)
     slabs = None if memory is None else geometry.slabs_in(memory)
     if slabs == 0:
         raise ConfigError(
@@ -104,7 +107,7 @@ def size_report(asked: SizeRequest) -> dict[str, Any]:
         "notes": [
             *_too_small(sessions),
             *_notes(chosen, geometry, asked),
-            *_coarser(profile, geometry, asked),
+            *coarser,
         ],
         "unverified": list(chosen.unverified),
         "sources": list(chosen.sources),
@@ -318,16 +321,16 @@ def _copies(chosen: Model, tp: int) -> int:
     return min(copies, default=1)
 
 
-def _coarser(profile: ReuseProfile, geometry: Geometry, asked: SizeRequest) -> list[str]:
-    grid = geometry.grid_tokens
-    if asked.trace is None or profile.unit_tokens == grid:
+def _coarser(profile: ReuseProfile, trace_block_tokens: int, grid_tokens: int) -> list[str]:
+    """Where reuse is counted in steps that are neither those of the trace nor those of hits."""
+    if profile.unit_tokens in (trace_block_tokens, grid_tokens):
         return []
     return [
         (
-            f"the trace's reuse is known at multiples of {profile.unit_tokens:,} tokens alone, which its"
-            f" blocks and the hit grid of {grid:,} have in common: reuse looks shorter than it is, and so"
-            " does what an interval saves; a --block-tokens whose grid divides the trace's blocks, or is a"
-            " multiple of them, is exact"
+            f"the trace's reuse is counted in steps of {profile.unit_tokens:,} tokens, the least multiple of"
+            f" its blocks, {trace_block_tokens}, and of the hit grid, {grid_tokens:,}: reuse looks shorter"
+            " than it is, and so does what an interval saves; a --block-tokens whose grid divides the"
+            " trace's blocks, or is a multiple of them, is exact"
         )
     ]
 

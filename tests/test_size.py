@@ -359,6 +359,21 @@ def test_a_trace_decides_the_suggestion(tmp_path: Path, capsys: pytest.CaptureFi
     assert reasoning["candidates"][0]["interval"] == 512
 
 
+@pytest.mark.parametrize(
+    ("block", "steps"), [("128", None), ("512", None), ("1024", None), ("96", "1,536")]
+)
+def test_reuse_on_another_grid_than_the_traces_is_said(
+    block: str, steps: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = {"timestamp": 0, "input_length": 2048, "output_length": 1, "hash_ids": [0, 1, 2, 3]}
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    report = size(capsys, "qwen3.5-9b", "--trace", str(path), "--block-tokens", block)
+    found = [note for note in report["notes"] if "reuse is counted in steps" in note]
+    assert len(found) == (steps is not None)
+    assert steps is None or f"steps of {steps} tokens" in found[0]
+
+
 def test_numbers_follow_from_the_trace_that_is_recorded(
     trace_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
