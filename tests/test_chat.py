@@ -30,7 +30,7 @@ from kvcache.engine.conversation import DRAFT_TOKENS, Chat, Conversation
 from kvcache.engine.model import Model
 from kvcache.engine.request import Reason
 from kvcache.engine.smollm2 import load_model, load_tokenizer
-from kvcache.engine.speculative import joint_geometry
+from kvcache.engine.speculative import joint_fingerprint, joint_geometry
 from kvcache.engine.tiny import build_model
 from kvcache.engine.tokenizer import ByteTokenizer
 
@@ -402,8 +402,8 @@ def play(draft: Model | None, lazy_bytes: int | None) -> tuple[list[list[Message
             assert chat.settle()
             restored += chat.answer.usage.host_tokens
     assert restored > 0
-    name = model.name if draft is None else f"{model.name}+{draft.name}"
-    assert names == [Fingerprint(model=name, kv_dtype="fp32")]
+    expected = model.fingerprint() if draft is None else joint_fingerprint(model, draft)
+    assert names == [expected]
     assert chat.close()
     return [one.messages, other.messages], chat
 

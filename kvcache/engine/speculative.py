@@ -79,7 +79,12 @@ def joint_geometry(model: Model, draft: Model, draft_tokens: int) -> Geometry:
 
 def joint_fingerprint(model: Model, draft: Model) -> Fingerprint:
     """Of pages that both models fill: the draft model's are of no use to another one."""
-    return replace(model.fingerprint(), model=f"{model.name}+{draft.name}")
+    ours, theirs = model.fingerprint(), draft.fingerprint()
+    return replace(
+        ours,
+        model=f"{ours.model} guessed by {theirs.model}",
+        kv_dtype=f"{ours.kv_dtype} and {theirs.kv_dtype}",
+    )
 
 
 class _Part:
@@ -128,12 +133,7 @@ class SpeculativeRunner(TorchRunner):
 
     def fingerprint(self) -> Fingerprint:
         """Of both models: pages of the draft model are under the same keys."""
-        ours, theirs = self.model.fingerprint(), self._draft.fingerprint()
-        return replace(
-            ours,
-            model=f"{ours.model} guessed by {theirs.model}",
-            kv_dtype=f"{ours.kv_dtype} and {theirs.kv_dtype}",
-        )
+        return joint_fingerprint(self.model, self._draft)
 
     def set_model(self, model: Model) -> None:
         """See `TorchRunner`. The draft model stays."""
