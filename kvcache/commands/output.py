@@ -89,9 +89,8 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """
     target = Path(path)
     try:
-        if (
-            target.exists() and not target.is_file()
-        ):  # also one that has no path of its own: /dev/fd/N
+        # Asked by the name that was given: what /dev/fd/N is may have no path of its own.
+        if target.exists() and not target.is_file():
             with target.open("wb") as stream:
                 stream.write(text.encode())
         else:

@@ -21,6 +21,14 @@ from kvcache.bench.replay_settings import fitting_block
 from kvcache.bench.traces import TraceRequest
 from kvcache.commands.numbers import pool_size, retention, token_count
 
+SMALL = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_size": 128,
+}
+"""A config.json."""
+
 
 @pytest.mark.parametrize(
     "text",
@@ -251,15 +259,8 @@ def test_a_full_disk_under_the_output_file_ends_with_two(
 def test_the_kv_of_a_config_is_followed_or_noted(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "hidden_size": 128,
-    }
-
     def replay(algorithm: str) -> tuple[dict[str, Any], str]:
-        quantised = config | {"quantization_config": {"kv_cache_quant_algo": algorithm}}
+        quantised = SMALL | {"quantization_config": {"kv_cache_quant_algo": algorithm}}
         (tmp_path / "config.json").write_text(json.dumps(quantised))
         flags = ("replay", trace, "--preset", tmp_path)
         return json.loads(run(capsys, *flags, "--json")[1]), run(capsys, *flags)[1]
@@ -280,13 +281,7 @@ def test_the_output_is_none_of_the_files_that_the_preset_is_read_from(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "config.json"
-    content = {
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "hidden_size": 128,
-    }
-    config.write_text(json.dumps(content))
+    config.write_text(json.dumps(SMALL))
     beside = tmp_path / "hf_quant_config.json"
     beside.write_text("{}")
     for preset in (tmp_path, config):
@@ -295,7 +290,7 @@ def test_the_output_is_none_of_the_files_that_the_preset_is_read_from(
             status, out, err = run(capsys, *argv)
             assert (status, out) == (2, "")
             assert f"--output {output} is" in err
-    assert json.loads(config.read_text()) == content
+    assert json.loads(config.read_text()) == SMALL
 
 
 def test_a_pool_that_is_too_small_is_told_what_is_enough_for_every_request(
