@@ -89,17 +89,6 @@ class ChainPromise:
         self.far = [read_only(both > up) for both, up in pairs]
 
 
-@dataclass(slots=True)
-class Descent:
-    """Pages on their way from the upper tier to the lower one."""
-
-    held: Transfer
-    """A load of the upper tier that nobody submits: it holds the slots."""
-    write: Transfer
-    """The store of the lower tier."""
-    keys: KeyedPages
-
-
 def _joined(upper: NDArray[np.uint8], lower: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Flags of all keys; `lower` has those of the keys that `upper` lacks."""
     flags = upper.astype(np.bool_)
@@ -128,51 +117,3 @@ def require_same(
             raise InvariantError(
                 f"the {name} tier has {what} {sorted(known)} open, the chain {sorted(ours)}"
             )
-
-
-class Backlog:
-    """Keys that are to be written to the lower tier, the oldest first. Bounded; the oldest drop out."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._parts: list[KeyedPages] = []
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def add(self, keys: KeyedPages) -> int:
-        """How many of the oldest had no place any more."""
-        self._parts.append(keys)
-        self._count += len(keys.items)
-        dropped = 0
-        while self._count > self._most:
-            excess = self._count - self._most
-            dropped += len(self._take(excess).items)
-        return dropped
-
-    def take(self, page_bytes: NDArray[np.int64], most_bytes: int) -> KeyedPages:
-        """The oldest that were added together, at least one, and at most so many bytes of them."""
-        sizes = np.cumsum(page_bytes[self._parts[0].items["group"]])
-        return self._take(max(1, int(np.searchsorted(sizes, most_bytes, side="right"))))
-
-    def give_back(self, keys: KeyedPages) -> None:
-        """What could not be written now is the first to be taken again."""
-        self._parts.insert(0, keys)
-        self._count += len(keys.items)
-
-    def clear(self) -> int:
-        """Nothing is to be written any more; so many were."""
-        count, self._count = self._count, 0
-        self._parts.clear()
-        return count
-
-    def _take(self, count: int) -> KeyedPages:
-        first = self._parts[0]
-        if len(first.items) <= count:
-            del self._parts[0]
-        else:
-            self._parts[0] = first._replace(items=first.items[count:])
-            first = first._replace(items=first.items[:count])
-        self._count -= len(first.items)
-        return first

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connectors.base import (
-    QUEUE_FULL,
     Connector,
     Direction,
     KeyedPages,
@@ -31,13 +30,12 @@ from kvcache.connectors.base import (
     Transfer,
     TransferResult,
 )
+from kvcache.connectors.chain_descents import Descents
 from kvcache.connectors.chain_records import (
     Ascent,
-    Backlog,
     ChainPlan,
     ChainPromise,
     ChainTransfer,
-    Descent,
     lasting,
     require_same,
 )
@@ -45,12 +43,6 @@ from kvcache.connectors.key_events import KeyEvent, KeysLost
 from kvcache.connectors.pool_records import signature_of
 from kvcache.connectors.slots_aside import NO_SPACE
 from kvcache.connectors.tier_counts import count_result
-
-MAX_DESCENTS = 2
-"""Writes to the lower tier in flight: one runs, one waits."""
-
-DESCENT_BYTES = 16 << 20
-"""Most bytes of one of them: its slots of the upper tier are held until it is done."""
 
 
 class ChainScheduler(TierScheduler):
@@ -78,16 +70,15 @@ class ChainScheduler(TierScheduler):
         self._upper, self._lower = upper.scheduler, lower.scheduler
         self._page_bytes = np.array(page_bytes, np.int64)
         self._behind = behind
-        # What sinks holds a small part of the upper tier, or little could rise meanwhile.
-        capacity = self._upper.stats().capacity_bytes
-        self._descent_bytes = min(DESCENT_BYTES, capacity // 16)
-        self._backlog = Backlog(most_behind)
         self._promises: dict[int, ChainPromise] = {}
         self._plans: dict[int, ChainPlan] = {}
-        self._descents: dict[int, Descent] = {}
         self._ids = count(1)
         self._own = count(-1, -1)
         """Numbers of requests that the tiers are asked under, other than those of the caller."""
+        self.descents = Descents(
+            self._upper, self._lower, self._page_bytes, most_behind=most_behind, own=self._own
+        )
+        """What sinks, in the background."""
         self._counts = TierStats()
 
     # ---- lookup --------------------------------------------------------------------------------
@@ -294,7 +285,7 @@ class ChainScheduler(TierScheduler):
         count_result(counts, replace(result, error=error), good, plan.items)
         if plan.keys is not None and self._behind and good:
             keys = plan.keys._replace(items=plan.keys.items[ok == 1])
-            counts.dropped_store_pages += self._backlog.add(keys)
+            self.descents.add(keys)
 
     def _complete_parts(self, plan: ChainPlan, result: TransferResult) -> None:
         """Each tier is told of its own items alone."""
@@ -323,41 +314,6 @@ class ChainScheduler(TierScheduler):
             gone=None,
         )
 
-    # ---- down, in the background ---------------------------------------------------------------
-
-    @property
-    def behind(self) -> int:
-        """Keys that wait to be written to the lower tier, or are being written."""
-        return len(self._backlog) + sum(len(d.write.slots) for d in self._descents.values())
-
-    def plan_descent(self) -> Transfer | None:
-        """A store of the lower tier to be submitted, and ended by `complete_descent`; None: none now."""
-        while len(self._backlog) and len(self._descents) < MAX_DESCENTS:
-            keys = self._backlog.take(self._page_bytes, self._descent_bytes)
-            held = self._upper.plan_load(next(self._own), keys)
-            there = held.slots >= 0
-            self._counts.dropped_store_pages += int((~there).sum())
-            items = keys.items[there].copy()
-            items["page"] = held.slots[there]
-            plan = self._lower.plan_store(keys._replace(items=items)) if len(items) else None
-            if plan is None:
-                self._upper.drop(held)
-                continue
-            self._descents[plan[0].id] = Descent(held, plan[0], keys)
-            return plan[0]
-        return None
-
-    def complete_descent(self, result: TransferResult) -> None:
-        """Its result, the final one. What a full queue refused is tried again."""
-        descent = self._descents[result.id]
-        self._lower.complete(result)
-        if result.late:
-            return
-        del self._descents[result.id]
-        self._upper.drop(descent.held)
-        if result.error.startswith(QUEUE_FULL):
-            self._backlog.give_back(descent.keys)
-
     # ---- events, counts and invariants ---------------------------------------------------------
 
     def take_events(self) -> list[KeyEvent]:
@@ -378,22 +334,19 @@ class ChainScheduler(TierScheduler):
         What is held for the background is not counted as pinned.
         """
         upper, lower = self._upper.stats(), self._lower.stats()
-        background = sum(
-            int((d.held.slots >= 0).sum()) + len(d.write.slots) for d in self._descents.values()
-        )
         return replace(
             self._counts,
             errors=dict(self._counts.errors),
             capacity_bytes=upper.capacity_bytes + lower.capacity_bytes,
             used_bytes=upper.used_bytes + lower.used_bytes,
-            pinned_pages=upper.pinned_pages + lower.pinned_pages - background,
+            pinned_pages=upper.pinned_pages + lower.pinned_pages - self.descents.held_pages,
             evicted_pages=upper.evicted_pages + lower.evicted_pages,
             ready_bytes=upper.ready_bytes + lower.ready_bytes,
             not_ready=upper.not_ready or lower.not_ready,
             busy_calls=upper.busy_calls + lower.busy_calls,
             repairs=upper.repairs + lower.repairs,
             gone_pages=upper.gone_pages + lower.gone_pages,
-            dropped_store_pages=self._counts.dropped_store_pages + upper.dropped_store_pages,
+            dropped_store_pages=upper.dropped_store_pages + self.descents.dropped_pages,
         )
 
     def open_work(self) -> OpenWork:
@@ -404,11 +357,12 @@ class ChainScheduler(TierScheduler):
         """Both tiers hold together, and each holds what is promised and on its way here, no more."""
         self._upper.check()
         self._lower.check()
-        plans, descents = self._plans.values(), self._descents.values()
+        plans = self._plans.values()
         ascents = [plan.ascent for plan in plans if plan.ascent is not None]
         asked = [p.below.request for p in self._promises.values() if p.below is not None]
         above = [plan.upper.id for plan in plans]
-        above += [it.reserved.id for it in ascents] + [it.held.id for it in descents]
-        below = [it.read.id for it in ascents] + [it.write.id for it in descents]
+        held, written = self.descents.transfers
+        above += [it.reserved.id for it in ascents] + held
+        below = [it.read.id for it in ascents] + written
         require_same("upper", self._upper.open_work(), list(self._promises), above)
         require_same("lower", self._lower.open_work(), asked, below)

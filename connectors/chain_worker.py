@@ -293,19 +293,19 @@ class ChainWorker(TierWorker):
     # ---- the background ------------------------------------------------------------------------
 
     def _descend(self) -> None:
-        while (transfer := self._scheduler.plan_descent()) is not None:
+        while (transfer := self._scheduler.descents.plan()) is not None:
             number = next(self._ids)
             error = _offered(self._lower, replace(transfer, id=number))
             if not error:
                 self._descents[number] = transfer
                 continue
-            self._scheduler.complete_descent(failed(transfer, error))
+            self._scheduler.descents.complete(failed(transfer, error))
             if error.startswith(QUEUE_FULL):
                 return
 
     def _end_descent(self, result: TransferResult) -> None:
         transfer = self._descents[result.id] if result.late else self._descents.pop(result.id)
-        self._scheduler.complete_descent(replace(result, id=transfer.id))
+        self._scheduler.descents.complete(replace(result, id=transfer.id))
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until all that was stored lies in the lower tier, or does not fit there."""
@@ -314,7 +314,7 @@ class ChainWorker(TierWorker):
             self._came.clear()
             self._pump()
             now = time.monotonic()
-            if not self._scheduler.behind:
+            if not len(self._scheduler.descents):
                 return self._lower.flush(max(end - now, 0.0))
             if now >= end or self._closed:
                 return False

@@ -18,11 +18,12 @@ import os
 import re
 import secrets
 import shutil
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
 from kvcache.connectors.disk_board import Board
-from kvcache.connectors.disk_locks import lock_now, locked
+from kvcache.connectors.disk_locks import leads_to, lock_now, locked
 from kvcache.core.errors import ConfigError
 
 _LAYOUT_NAME = re.compile(r"[0-9a-f]{8}-[0-9a-f]{32}")
@@ -67,6 +68,7 @@ class FolderEntry:
         self.path = root / name
         self._writer = secrets.token_hex(8)
         self._open: list[int] = []
+        _MADE.add(self)
         try:
             new = not root.exists()
             root.mkdir(parents=True, exist_ok=True)
@@ -99,7 +101,7 @@ class FolderEntry:
             with suppress(OSError):
                 folder = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
-                    if lock_now(folder):
+                    if lock_now(folder) and leads_to(entry, folder):
                         entry.rename(root / f"{_GONE}{secrets.token_hex(8)}")
                 finally:
                     os.close(folder)
@@ -160,7 +162,7 @@ class FolderEntry:
             with suppress(OSError):
                 descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 try:
-                    if lock_now(descriptor):
+                    if lock_now(descriptor) and leads_to(folder, descriptor):
                         shutil.rmtree(folder, ignore_errors=True)
                         found = True
                 finally:
@@ -189,6 +191,24 @@ class FolderEntry:
             del self.own
         while self._open:
             os.close(self._open.pop())
+
+    def after_fork(self) -> None:
+        """In a forked child: what it kept open would keep its parent's locks, after that one's death."""
+        if hasattr(self, "own"):
+            del self.own
+        self.close()
+
+
+_MADE: weakref.WeakSet[FolderEntry] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for entry in list(_MADE):
+        with suppress(OSError):
+            entry.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _sync(folder: Path) -> None:

@@ -60,8 +60,6 @@ class Stores:
         self._backlog = np.empty(0, KEYED_DTYPE)
         self._refused = False
         """A full queue refused a store; it is first in the backlog until one in flight ends."""
-        self._whole = False
-        """The backlog is to be stored to its end, also where stores are lazy."""
         self._closed = False
         self.ended = 0
         """Stores that came to their end."""
@@ -87,19 +85,26 @@ class Stores:
         """Device pages that stores in flight hold."""
         return sum(len(store.items) for store in self._stores.values())
 
+    def look(self) -> None:
+        """Lazy: the backlog is what goes next from the device, as of now; then `advance`.
+
+        Once for each change of the device: in a tier that holds less than this looks ahead, keys that
+        made room for others would be stored again and again.
+        """
+        if self._ahead_bytes is not None and not (self._closed or self._manager.stats().frozen):
+            self._manager.take_keyed()
+            self._backlog = self._manager.next_evicted(self._ahead_bytes)
+        self.advance()
+
     def advance(self) -> None:
         """Start stores, as many as may be in flight. Nothing while the oldest request waits for space."""
         if self._closed or self._manager.stats().frozen:
             return
-        asked = self._look_ahead()
         while len(self._stores) < MAX_STORES and not (self._refused and self._stores):
-            if not len(self._backlog):
-                self._whole = False
-                if asked:
-                    return
+            if not len(self._backlog) and self._ahead_bytes is None:
                 self._backlog = self._manager.take_keyed()
-                if not len(self._backlog):
-                    return
+            if not len(self._backlog):
+                return
             sizes = np.cumsum(self._page_bytes[self._backlog["group"]])
             count = max(1, int(np.searchsorted(sizes, STORE_BYTES, side="right")))
             chunk, self._backlog = self._backlog[:count], self._backlog[count:]
@@ -109,20 +114,10 @@ class Stores:
                 self._backlog = np.concatenate([refused, self._backlog])
                 return
 
-    def _look_ahead(self) -> bool:
-        """Lazy: the backlog is what goes next, as of now. True: there is no other source."""
-        if self._ahead_bytes is None:
-            return False
-        self._manager.take_keyed()
-        if not self._whole:
-            self._backlog = self._manager.next_evicted(self._ahead_bytes)
-        return True
-
     def everything(self) -> None:
         """What is cached on the device is to be stored, also where stores are lazy."""
         if self._ahead_bytes is not None:
             self._backlog = self._manager.next_evicted(None)
-            self._whole = True
         self.advance()
 
     def _store(self, items: NDArray[np.void]) -> NDArray[np.void]:

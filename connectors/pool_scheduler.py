@@ -30,20 +30,12 @@ from kvcache.connectors.in_flight import KeysInFlight
 from kvcache.connectors.key_events import KeyEvent, KeysLost
 from kvcache.connectors.pool_chunks import PoolChunks
 from kvcache.connectors.pool_events import pool_events
-from kvcache.connectors.pool_records import (
-    NEVER,
-    NOT_ASKED,
-    Part,
-    Plan,
-    Promise,
-    parts_of,
-    read_only,
-    signature_of,
-)
+from kvcache.connectors.pool_promises import Promises
+from kvcache.connectors.pool_records import Part, Plan, parts_of
 from kvcache.connectors.pool_spaces import PoolSpaces
 from kvcache.connectors.slots_aside import NO_SPACE, SlotsAside
 from kvcache.connectors.tier_counts import count_result
-from kvcache.core.errors import ConfigError, InvariantError
+from kvcache.core.errors import InvariantError
 from kvcache.core.pool import PagePool, Pool, PoolBusyError
 from kvcache.core.values import index_seed
 
@@ -92,7 +84,7 @@ class PoolScheduler(TierScheduler):
         self._aside = SlotsAside(self._pools, chunks)
         self._chunks = chunks
         self._deadline_seconds = deadline_seconds
-        self._promises: dict[int, Promise] = {}
+        self._promises = Promises(self._pools, self._numbers)
         self._plans: dict[int, Plan] = {}
         self._storing: defaultdict[tuple[int, bytes], KeysInFlight] = defaultdict(KeysInFlight)
         """Of stores, by group and namespace."""
@@ -109,47 +101,11 @@ class PoolScheduler(TierScheduler):
         O(1) when nothing was stored or evicted since the request's last lookup, O(keys from the
         first missing one on) otherwise.
         """
-        self._require_groups(keys)
-        signature = signature_of(keys)
-        versions = [pool.version for pool in self._pools]
-        promise = self._promises.get(keys.request)
-        if promise is not None and promise.signature == signature:
-            if promise.versions != versions:
-                with suppress(PoolBusyError):  # what was promised stands
-                    self._renew(promise, keys, versions)
-            return list(promise.present)
-        slots: list[NDArray[np.int32]] = []
-        number = self._numbers.get(keys.namespace)
-        try:
-            for pool, digests in zip(self._pools, keys.digests, strict=True):
-                none = np.full(len(digests), -1, np.int32)
-                slots.append(none if number is None else pool.acquire(number, digests))
-        except PoolBusyError as busy:
-            self._unhold(slots)
-            slots = [np.full(len(digests), -1, np.int32) for digests in keys.digests]
-            versions = [NEVER] * len(versions)
-            if busy.soon:
-                unknown = Promise(NOT_ASKED, versions, [], [])
-                self._promises.setdefault(keys.request, unknown)
-                return None
-        if promise is not None:
-            self._unhold(promise.slots)
-        present = [read_only(s >= 0) for s in slots]
-        self._promises[keys.request] = Promise(signature, versions, present, slots)
-        return list(present)
+        return self._promises.lookup(keys)
 
     def narrow(self, keys: RequestKeys) -> None:
         """O(keys that are not wanted any more), without the index."""
-        self._require_groups(keys)
-        promise, lengths = self._promises.get(keys.request), list(map(len, keys.digests))
-        known = list(map(len, promise.slots)) if promise is not None else []
-        if promise is None or len(known) < len(lengths) or any(map(int.__lt__, known, lengths)):
-            self.lookup(keys)
-            return
-        self._unhold([slots[n:] for slots, n in zip(promise.slots, lengths, strict=True)])
-        promise.signature = signature_of(keys)
-        promise.slots = [slots[:n].copy() for slots, n in zip(promise.slots, lengths, strict=True)]
-        promise.present = [read_only(slots >= 0) for slots in promise.slots]
+        self._promises.narrow(keys)
 
     @property
     def version(self) -> Hashable:
@@ -158,50 +114,12 @@ class PoolScheduler(TierScheduler):
 
     def holds(self, keys: RequestKeys) -> list[NDArray[np.uint8]] | None:
         """None only where another process has the lock of a pool. O(keys)."""
-        self._require_groups(keys)
-        number = self._numbers.get(keys.namespace)
-        with suppress(PoolBusyError):
-            return [
-                np.zeros(len(digests), np.uint8)
-                if number is None
-                else pool.present(number, digests)
-                for pool, digests in zip(self._pools, keys.digests, strict=True)
-            ]
-        return None
-
-    def _require_groups(self, keys: RequestKeys) -> None:
-        if len(keys.digests) != len(self._pools):
-            raise ConfigError(
-                f"lookup has keys of {len(keys.digests)} groups: this tier has {len(self._pools)}"
-            )
-
-    def _renew(self, promise: Promise, keys: RequestKeys, versions: list[int]) -> None:
-        """Adds keys that came since. What was promised is held, so nothing can have gone."""
-        number = self._numbers.get(keys.namespace)
-        for group, (pool, digests) in enumerate(zip(self._pools, keys.digests, strict=True)):
-            slots = promise.slots[group]
-            missing = np.flatnonzero(slots < 0)
-            if number is not None and promise.versions[group] != versions[group] and len(missing):
-                first = int(missing[0])
-                here = pool.present(number, digests[first:])
-                new = first + np.flatnonzero(here > promise.present[group][first:])
-                if len(new):
-                    slots[new] = pool.acquire(number, digests[new])
-                    promise.present[group] = read_only(slots >= 0)
-            promise.versions[group] = versions[group]
+        return self._promises.holds(keys)
 
     def release(self, request: int) -> None:
         """Drop the request's pins."""
-        promise = self._promises.pop(request, None)
-        if promise is None:
+        if not self._promises.release(request):
             self._counts.unknown_ids += 1
-        else:
-            self._unhold(promise.slots)
-
-    def _unhold(self, groups: Sequence[NDArray[np.int32]]) -> None:
-        """Of each group, or of the first ones."""
-        for pool, slots in zip(self._pools, groups, strict=False):
-            pool.release(slots[slots >= 0][::-1])  # the tail of a prefix is evicted before its head
 
     # ---- plans ---------------------------------------------------------------------------------
 
@@ -210,15 +128,14 @@ class PoolScheduler(TierScheduler):
         items = wanted.items
         slots = np.full(len(items), -1, np.int64)
         parts = list(parts_of(wanted))
-        promise = self._promises.pop(request, None)
-        promised = promise.slots if promise is not None else []
+        promised = self._promises.take(request)
         for part in parts:
             number = self._numbers.get(part.namespace)
             if number is not None:
                 held = promised[part.group] if promised else np.zeros(0, np.int32)
                 digests = items["digest"][part.rows]
                 slots[part.rows] = self._acquire(part.group, number, digests, held[held >= 0])
-        self._unhold(promised)
+        self._promises.unhold(promised)
         return self._start(Direction.LOAD, items, slots, parts)
 
     def _acquire(
@@ -336,7 +253,7 @@ class PoolScheduler(TierScheduler):
 
     def open_work(self) -> OpenWork:
         """Never None."""
-        return OpenWork(set(self._promises), set(self._plans))
+        return OpenWork(self._promises.requests, set(self._plans))
 
     def _finish(
         self, plan: Plan, part: Part, good: NDArray[np.bool_], gone: NDArray[np.bool_]
@@ -417,9 +334,8 @@ class PoolScheduler(TierScheduler):
     def _holders(self) -> list[Counter[int]]:
         """For each group how often each slot is held."""
         holders: list[Counter[int]] = [Counter() for _ in self._pools]
-        for promise in self._promises.values():
-            for group, slots in enumerate(promise.slots):
-                holders[group].update(slots[slots >= 0].tolist())
+        for group, slots in self._promises.held():
+            holders[group].update(slots.tolist())
         for plan in self._plans.values():
             for group, slot in zip(plan.items["group"].tolist(), plan.slots.tolist(), strict=True):
                 if slot >= 0:

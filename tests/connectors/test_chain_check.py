@@ -44,7 +44,7 @@ def forget(owner: Callable[[Any], Any]) -> Callable[[Any], None]:
 FAULTS: dict[str, Callable[[Any], None]] = {
     "the chain forgets a request": forget(lambda r: r.scheduler._promises),
     "the chain forgets a transfer": forget(lambda r: r.scheduler._plans),
-    "the chain forgets what sinks": forget(lambda r: r.scheduler._descents),
+    "the chain forgets what sinks": forget(lambda r: r.scheduler.descents._known),
     "the upper tier is asked by somebody else": lambda r: tiers(r)[0].scheduler.lookup(
         r.request_keys(77, chain("a", 1))
     ),

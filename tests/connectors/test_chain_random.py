@@ -77,7 +77,7 @@ class ChainMachine(RuleBasedStateMachine):
         assert set(keys) & self.sunk <= {key for key, ok in zip(keys, there, strict=True) if ok}
         keys = [key for key, here in zip(keys, there, strict=True) if here][::part]
         assert isinstance(self.rig.scheduler, ChainScheduler)
-        idle = not self.rig.scheduler.behind
+        idle = not len(self.rig.scheduler.descents)
         ok = self.rig.load(1, keys)  # compares the bytes
         # What rises needs a slot above; where nothing sinks, only this load holds any.
         if idle and len(keys) <= self.host[which[0].group]:

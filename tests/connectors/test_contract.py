@@ -76,7 +76,7 @@ class Forgetful(PoolScheduler):
     """Never ends the pins of a lookup."""
 
     def release(self, request: int) -> None:
-        self._promises.pop(request, None)
+        self._promises.take(request)
 
 
 class Clinging(PoolScheduler):

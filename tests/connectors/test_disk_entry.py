@@ -6,15 +6,17 @@ import errno
 import os
 import resource
 import shutil
+import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tiers.disk_pieces import disk, page_paths, temporaries, wait_for
-from tiers.pieces import one_group
+from tiers.pieces import PATIENCE, one_group
 
 from kvcache.connectors import disk_entry, disk_locks, disk_worker
+from kvcache.connectors.disk_entry import FolderEntry
 from kvcache.connectors.testing import Key, Rig, Setup, chain, digest, rig
 from kvcache.core.errors import ConfigError
 from kvcache.core.hashing import Fingerprint
@@ -343,3 +345,29 @@ def test_files_of_impossible_times_are_pages_like_others(tmp_path: Path, year: i
         with rig(lambda s: disk(s, tmp_path)) as r:
             assert has(r, KEYS)
             assert r.store([Key("new")]) or r.visible([Key("new")])
+
+
+def test_a_forked_child_keeps_no_lock_of_its_parent(tmp_path: Path) -> None:
+    """It lives on when its parent is dead, whose remains are swept up all the same."""
+
+    def entered() -> FolderEntry:
+        name = f"{0:08x}-{0:032x}"
+        return FolderEntry(tmp_path, name, text="", groups=1, durable=False, seconds=PATIENCE)
+
+    entry, (ready, tell) = entered(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(tell, b"1")
+        signal.pause()
+    try:
+        assert os.read(ready, 1) == b"1"
+        kept = [path.resolve() for path in Path(f"/proc/{child}/fd").iterdir()]
+        assert not [path for path in kept if path.is_relative_to(tmp_path)]
+        assert entry.is_whole()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(tell)
+    entry.close()
+    assert temporaries(tmp_path) == []

@@ -64,6 +64,24 @@ def test_nothing_is_stored_while_the_device_has_room() -> None:
         assert e.offload.stats().stored_pages == stored
 
 
+def test_a_drain_ends_where_the_tier_holds_less_than_lazy_stores_look_ahead() -> None:
+    """What the tier evicts to make room is not stored again."""
+    with engine(slabs=32, tier=(3, 2), lazy_bytes=16 * GEOMETRY.slab_bytes) as e:
+        for seed in range(2):
+            serve(e, seed)
+        settle(e)
+        assert cached(e) > 10
+        assert e.offload.drain(PATIENCE)
+        serve(e, 3)  # ... and later ones are looked for again
+        settle(e)
+        assert e.offload._stores.waiting == 0
+        before = e.offload.stats().stored_pages
+        serve(e, 4)
+        settle(e)
+        assert e.offload.stats().stored_pages > before
+        e.assert_idle()
+
+
 def test_what_the_device_evicts_is_in_the_tier_by_then() -> None:
     """Each prompt comes back whole, though the device holds less than two of them.
 

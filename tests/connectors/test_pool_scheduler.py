@@ -24,6 +24,7 @@ from kvcache.connectors.base import (
 )
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.key_events import KeysLost, KeysRemoved, KeysStored
+from kvcache.connectors.pool_promises import Promises
 from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.connectors.testing import Key, RandomRun, Setup, chain, digest, rig
 from kvcache.connectors.tier_counts import MAX_ERROR_KINDS
@@ -59,13 +60,13 @@ def test_a_repeated_lookup_does_not_ask_the_index() -> None:
 
 def test_after_a_change_the_index_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    renew = PoolScheduler._renew
+    renew = Promises._renew
 
-    def counted(self: PoolScheduler, promise: Any, keys: RequestKeys, versions: Any) -> None:
+    def counted(self: Promises, promise: Any, keys: RequestKeys, versions: Any) -> None:
         asked.append(keys.request)
         renew(self, promise, keys, versions)
 
-    monkeypatch.setattr(PoolScheduler, "_renew", counted)
+    monkeypatch.setattr(Promises, "_renew", counted)
     with rig(cpu) as r:
         keys = chain("a", 3)
         r.lookup(1, keys)

@@ -228,7 +228,7 @@ def draw(world: World, seed: int) -> Course:
         forgetting=bool(tier) and rng.random() < 0.7,
         restarting=tier in ("disk", "chain") and rng.random() < 0.5,
         interval_tokens=rng.choice([0, 0, grid, 3 * grid]),
-        lazy_bytes=rng.choice([None, 1024, 4096]) if tier_pages > FEW_PAGES else None,
+        lazy_bytes=rng.choice([None, 1024, 4096]),
         sharding=sharding,
         seed=seed,
     )

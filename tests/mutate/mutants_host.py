@@ -130,14 +130,14 @@ HOST = [
     ),
     Mutant(
         "a lookup that was not answered is a miss",
-        "connectors/pool_scheduler.py",
+        "connectors/pool_promises.py",
         "            if busy.soon:",
         "            if not busy.soon:",
         (BUSY + "a_lookup_that_was_not_answered_is_asked_anew",),
     ),
     Mutant(
         "what is found nowhere in a pause is taken for the answer of the index",
-        "connectors/pool_scheduler.py",
+        "connectors/pool_promises.py",
         "            versions = [NEVER] * len(versions)\n",
         "",
         (BUSY + "what_was_not_found_in_a_pause_is_found_after_it",),

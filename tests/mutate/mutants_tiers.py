@@ -196,8 +196,8 @@ TIERS = [
     ),
     Mutant(
         "keys that did not get down are not counted",
-        "connectors/chain_scheduler.py",
-        "            self._counts.dropped_store_pages += int((~there).sum())\n",
+        "connectors/chain_descents.py",
+        "            self.dropped_pages += int((~there).sum())\n",
         "",
         (CHAIN + "what_is_evicted_before_its_turn_is_counted",),
     ),
