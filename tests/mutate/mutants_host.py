@@ -52,8 +52,8 @@ HOST = [
     Mutant(
         "lazy stores are eager",
         "connectors/offload_stores.py",
-        "        if self._ahead_bytes is None:\n            return False\n",
-        "        return False\n",
+        "            self._backlog = self._manager.next_evicted(self._ahead_bytes)\n",
+        "            self._backlog = self._manager.next_evicted(None)\n",
         (LAZY + "nothing_is_stored_while_the_device_has_room",),
     ),
     Mutant(
