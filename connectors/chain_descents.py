@@ -145,12 +145,6 @@ class Backlog:
         self._parts.insert(0, keys)
         self._count += len(keys.items)
 
-    def clear(self) -> int:
-        """Nothing is to be written any more; so many were."""
-        count, self._count = self._count, 0
-        self._parts.clear()
-        return count
-
     def _take(self, count: int) -> KeyedPages:
         first = self._parts[0]
         if len(first.items) <= count:

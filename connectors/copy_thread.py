@@ -13,19 +13,18 @@ nobody waits for a result that cannot come.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connectors.base import Direction, Transfer, TransferResult, failed
+from kvcache.connectors.forks import mind_forks
 from kvcache.core.errors import MisuseError
 
 IDLE_SECONDS = 5.0
@@ -145,7 +144,7 @@ class CopyThread(Generic[B]):
         self._told: list[Callable[[], None]] = []
         self._notify: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="kvcache-copy", daemon=True)
-        _MADE.add(self)
+        mind_forks(self)
 
     def after_fork(self) -> None:
         """In a forked child, which has no such thread: what it held at that moment nobody lets go.
@@ -352,14 +351,3 @@ class CopyThread(Generic[B]):
                 self._results.append(job.result(error or job.error))
                 self._changed.notify_all()
         self._notify()
-
-
-_MADE: weakref.WeakSet[CopyThread[Any]] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for thread in _MADE:
-        thread.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -18,12 +18,12 @@ import os
 import re
 import secrets
 import shutil
-import weakref
 from contextlib import suppress
 from pathlib import Path
 
 from kvcache.connectors.disk_board import Board
 from kvcache.connectors.disk_locks import leads_to, lock_now, locked
+from kvcache.connectors.forks import mind_forks
 from kvcache.core.errors import ConfigError
 
 _LAYOUT_NAME = re.compile(r"[0-9a-f]{8}-[0-9a-f]{32}")
@@ -68,7 +68,7 @@ class FolderEntry:
         self.path = root / name
         self._writer = secrets.token_hex(8)
         self._open: list[int] = []
-        _MADE.add(self)
+        mind_forks(self)
         try:
             new = not root.exists()
             root.mkdir(parents=True, exist_ok=True)
@@ -197,18 +197,6 @@ class FolderEntry:
         if hasattr(self, "own"):
             del self.own
         self.close()
-
-
-_MADE: weakref.WeakSet[FolderEntry] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for entry in list(_MADE):
-        with suppress(OSError):
-            entry.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def _sync(folder: Path) -> None:

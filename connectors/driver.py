@@ -251,7 +251,8 @@ class Offload:
         then, or finds no room in the tier, is skipped and counted. Never waits. Nothing is stored
         while the oldest request waits for space. The copies of `take_moves` must be done before.
         """
-        self._stores.look()
+        self._stores.look_ahead()
+        self._stores.advance()
 
     def poll(self) -> list[tuple[int, bool]]:
         """Requests whose load ended since the last call, and whether all of it is there.

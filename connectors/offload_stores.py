@@ -85,8 +85,8 @@ class Stores:
         """Device pages that stores in flight hold."""
         return sum(len(store.items) for store in self._stores.values())
 
-    def look(self) -> None:
-        """Lazy: the backlog is what goes next from the device, as of now; then `advance`.
+    def look_ahead(self) -> None:
+        """Lazy: the backlog is what goes next from the device, as of now.
 
         Once for each change of the device: in a tier that holds less than this looks ahead, keys that
         made room for others would be stored again and again.
@@ -94,7 +94,6 @@ class Stores:
         if self._ahead_bytes is not None and not (self._closed or self._manager.stats().frozen):
             self._manager.take_keyed()
             self._backlog = self._manager.next_evicted(self._ahead_bytes)
-        self.advance()
 
     def advance(self) -> None:
         """Start stores, as many as may be in flight. Nothing while the oldest request waits for space."""

@@ -8,15 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connectors.base import RequestKeys
-from kvcache.connectors.pool_records import NEVER, NOT_ASKED, Promise, read_only, signature_of
+from kvcache.connectors.pool_records import Signature, read_only, signature_of
 from kvcache.connectors.pool_spaces import PoolSpaces
 from kvcache.core.errors import ConfigError
 from kvcache.core.pool import Pool, PoolBusyError
+
+NOT_ASKED: Signature = (b"", ())
+"""Of no keys: a lookup that the pools could not answer."""
+
+NEVER = -1
+"""The version of no pool: what a lookup found was not the answer of the index."""
+
+
+@dataclass(slots=True)
+class Promise:
+    """What the last lookup of a request reported, and holds."""
+
+    signature: Signature
+    versions: list[int]
+    present: list[NDArray[np.uint8]]
+    slots: list[NDArray[np.int32]]
+    """For each key the slot, one reference held, or -1."""
 
 
 class Promises:

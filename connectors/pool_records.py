@@ -1,4 +1,4 @@
-"""What a `PoolScheduler` remembers of requests and transfers: promises, plans, and their parts."""
+"""What a `PoolScheduler` remembers of transfers: plans and their parts; and what tells key lists apart."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ from numpy.typing import NDArray
 from kvcache.connectors.base import Direction, KeyedPages, RequestKeys
 
 Signature: TypeAlias = tuple[bytes, tuple[tuple[int, bytes], ...]]
-
-NOT_ASKED: Signature = (b"", ())
-"""Of no keys: a lookup that the pools could not answer."""
-
-NEVER = -1
-"""The version of no pool: what a lookup found was not the answer of the index."""
 
 
 class Part(NamedTuple):
@@ -33,17 +27,6 @@ class Part(NamedTuple):
     def key(self) -> tuple[int, bytes]:
         """What the rows have in common."""
         return self.group, self.namespace
-
-
-@dataclass(slots=True)
-class Promise:
-    """What the last lookup of a request reported, and holds."""
-
-    signature: Signature
-    versions: list[int]
-    present: list[NDArray[np.uint8]]
-    slots: list[NDArray[np.int32]]
-    """For each key the slot, one reference held, or -1."""
 
 
 @dataclass(slots=True)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from kvcache.connectors.disk_locks import leads_to
+from kvcache.connectors.forks import mind_forks
 
 _LOCK = struct.Struct("hhqqi")  # struct flock: kind, whence, first byte, length, process
 _BUSY = (BlockingIOError, PermissionError)
@@ -32,7 +32,7 @@ class UserLocks:
     def __init__(self, path: Path, in_child: Callable[[], None] = lambda: None) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         self._in_child = in_child
-        _MADE.add(self)
+        mind_forks(self)
 
     def take(self, user: int) -> bool:
         """False: a living process has the number."""
@@ -62,16 +62,16 @@ class UserLocks:
 
     def close(self) -> None:
         """The numbers that were taken are free. Idempotent."""
-        _MADE.discard(self)
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def after_fork(self) -> None:
         """In the child."""
-        with suppress(OSError):
-            self.close()
-        self._in_child()
+        if self._file >= 0:
+            with suppress(OSError):
+                self.close()
+            self._in_child()
 
 
 def is_used(path: Path) -> bool:
@@ -88,14 +88,3 @@ def is_used(path: Path) -> bool:
         return True
     finally:
         locks.close()
-
-
-_MADE: weakref.WeakSet[UserLocks] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for locks in list(_MADE):
-        locks.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -26,8 +26,8 @@
 #include <span>
 #include <vector>
 
+#include "arena_parts.h"
 #include "evicted_keys.h"
-#include "key_index.h"
 #include "namespace_counts.h"
 #include "page.h"
 
@@ -241,73 +241,16 @@ class Arena {
     const char* check() const;
 
   private:
-    static constexpr int16_t kNoClass = -1;
-    static constexpr int32_t kNoSlab = -1;
+    static constexpr int16_t kNoClass = arena_parts::kNoClass;
+    static constexpr int32_t kNoSlab = arena_parts::kNoSlab;
     static constexpr uint64_t kNoted = 4096;
     static constexpr int64_t kLeftAlone = 2;  // empty slabs, at most: see left_alone()
 
-    struct Head {
-        int32_t first = kNoPage;
-        int32_t last = kNoPage;
-        int64_t count = 0;
-    };
-    struct SizeClass {
-        int32_t k = 1;
-        LargeVector<Page> pages;     // by number; reaches to the last slab that the class owned
-        LargeVector<uint64_t> left;  // for every kRegion pages: version at which a visible key last left one of them
-        Head lists[2];
-        int64_t free = 0;
-        int64_t owned = 0;      // slabs
-        int64_t idle_many = 0;  // k > 1: slabs with cached pages and none held, see idle()
-        int64_t wanted = 0;     // pages still to be taken since secure()
-        int64_t asked = 0;      // pages of the last secure() that wanted some
-        uint64_t price = 0;     // see price_of(), when so many pages were to go
-        int64_t price_pages = 0;
-        int64_t price_evictions = -1;    // ... and so many of all had gone
-        int64_t needed = 0;              // N, slabs
-        int64_t pinned = 0;              // P, slabs
-        std::vector<int32_t> partial;    // [used pages] -> first slab with so many, and a free page
-        std::vector<uint64_t> nonempty;  // a bit for each of these lists
-        int32_t mine_slab = 0;           // take_mine: no slab of its before this one has a free page
-        int32_t mine_page = kNoPage;     // take_mine: no page before this one in eviction order lies in a slab of its
-        int32_t put_back = kNoPage;      // the last page that came back to its place in a list
-
-        int64_t cached() const { return lists[0].count + lists[1].count; }
-        int64_t own() const { return free + cached(); }
-        int64_t held() const { return owned * k - own(); }
-        // Slabs that can be reclaimed.
-        int64_t idle() const { return k == 1 ? cached() : idle_many; }
-    };
-    // An arena of single pages of one class has none: pages take no memory from each other, so there is nothing to know. A
-    // class with k = 1 has no use for held, heat and stale: its pages tell all, and are one cache line each.
-    struct Slab {
-        uint64_t heat = 0;  // movable: sum of the ages of its LRU-list pages; else the highest of them
-        int32_t used = 0;   // held and cached pages
-        int32_t held = 0;
-        int32_t fresh = 0;           // slots from this one on were not given out since the class got the slab
-        int32_t freed = kNoPage;     // the free ones before it: a stack through Page::next
-        int32_t previous = kNoSlab;  // slabs, in the list of equally full ones
-        int32_t next = kNoSlab;      // or in the stack of empty ones
-        int32_t mine = 0;            // pages of the guaranteed request, if the epoch is its
-        uint32_t epoch = 0;
-        int16_t owner = kNoClass;  // class
-        bool stale = false;        // not movable: the page that made the heat has gone
-    };
-    static_assert(sizeof(Slab) == 48);
-    struct Group {
-        int32_t size_class;
-        KeyIndex index;
-        bool watched = false;
-        int64_t held = 0;
-        int64_t evictions = 0;
-    };
-    struct Undo {
-        int32_t group;
-        int32_t id;
-        uint8_t list;
-        uint8_t rest;
-        bool hit;
-    };
+    using Head = arena_parts::Head;
+    using SizeClass = arena_parts::SizeClass;
+    using Slab = arena_parts::Slab;
+    using Group = arena_parts::Group;
+    using Undo = arena_parts::Undo;
 
     SizeClass& of(int32_t c) { return classes_[static_cast<size_t>(c)]; }
     const SizeClass& of(int32_t c) const { return classes_[static_cast<size_t>(c)]; }

@@ -349,12 +349,9 @@ def test_files_of_impossible_times_are_pages_like_others(tmp_path: Path, year: i
 
 def test_a_forked_child_keeps_no_lock_of_its_parent(tmp_path: Path) -> None:
     """It lives on when its parent is dead, whose remains are swept up all the same."""
-
-    def entered() -> FolderEntry:
-        name = f"{0:08x}-{0:032x}"
-        return FolderEntry(tmp_path, name, text="", groups=1, durable=False, seconds=PATIENCE)
-
-    entry, (ready, tell) = entered(), os.pipe()
+    name = f"{0:08x}-{0:032x}"
+    entry = FolderEntry(tmp_path, name, text="", groups=1, durable=False, seconds=PATIENCE)
+    ready, tell = os.pipe()
     child = os.fork()
     if not child:
         os.write(tell, b"1")

@@ -116,7 +116,7 @@ HOST = [
     Mutant(
         "a forked child keeps its parent's number",
         "connectors/shared_users.py",
-        "os.register_at_fork(after_in_child=_after_fork)\n",
+        "        mind_forks(self)\n",
         "",
         (USERS + "a_forked_child_keeps_nothing_of_its_dead_parent",),
         BROKEN,

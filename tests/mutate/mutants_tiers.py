@@ -63,6 +63,14 @@ TIERS = [
         (DISK + "processes.py::test_a_process_killed_while_another_uses_the_folder",),
     ),
     Mutant(
+        "a forked child keeps the locks of its parent's folder",
+        "connectors/disk_entry.py",
+        "        mind_forks(self)\n",
+        "",
+        (DISK + "entry.py::test_a_forked_child_keeps_no_lock_of_its_parent",),
+        BROKEN,
+    ),
+    Mutant(
         "layouts in use are removed",
         "connectors/disk_entry.py",
         "                    if lock_now(folder) and ",
