@@ -15,7 +15,7 @@ VectorPath choose() {
     const std::string_view wanted = setting ? setting : "";
     if (wanted == "memcpy") return VectorPath::kPortable;
     if (__builtin_cpu_supports("avx512f") && wanted != "avx2") return VectorPath::kAvx512;
-    if (__builtin_cpu_supports("avx2")) return VectorPath::kAvx2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return VectorPath::kAvx2;
 #endif
     return VectorPath::kPortable;
 }

@@ -1,4 +1,5 @@
-/* The C ABI of the kvcache core: hashing, page pools, the block manager, copies of pages, page files.
+/* The C ABI of the kvcache core: hashing, page pools, the block manager, copies of pages, attention over
+ * pages, page files.
  *
  * This header is also the cffi cdef: preprocessor lines are dropped, the rest is parsed verbatim, so keep to plain
  * declarations. Rules of the ABI:
@@ -567,6 +568,39 @@ int32_t kvc_copy(const kvc_copy_plan* plan, int32_t threads);
 /* The plan as moves, for executors that take a list: neighbouring pairs that are one range on both sides are merged,
  * whether their ids rise or fall. At most n_segments * n_pairs. *n = how many; writes at most cap. */
 int32_t kvc_copy_ranges(const kvc_copy_plan* plan, kvc_range* ranges, int64_t cap, int64_t* n);
+
+/* ---- attention over pages -----------------------------------------------------------------------------------------
+ *
+ * Softmax attention of one new token for each row, over K and V (float32) where they lie in pages:
+ *
+ *     page p       base + p * page_stride bytes: K of each token [kv_heads, head_dim], V `value_offset` elements behind it
+ *     row r        queries + r * query_stride: [kv_heads * group, head_dim]; query head h reads KV head h / group;
+ *                  out + r * kv_heads * group * head_dim: the same shape
+ *                  tables + r * table_stride: its pages; it sees tokens begin[r] to end[r] - 1 of them
+ *
+ * A row's result depends on nothing but the row. */
+typedef struct {
+    const float* queries;
+    float* out;
+    uint64_t base;
+    const int32_t* tables;
+    const int64_t* begin;
+    const int64_t* end;
+    int64_t rows;
+    int64_t query_stride; /* elements */
+    int64_t table_stride; /* elements */
+    int64_t page_stride;  /* bytes */
+    int64_t value_offset; /* elements */
+    int64_t pages;        /* ids in tables are below it */
+    int32_t kv_heads;
+    int32_t group;        /* query heads of a KV head */
+    int32_t head_dim;     /* a multiple of 16 */
+    int32_t block_tokens; /* of a page, at most 512 */
+    float scale;          /* of scores */
+} kvc_decode;
+
+/* threads: as of kvc_copy, one for each MiB. That the pages are mapped is the caller's promise. */
+int32_t kvc_attend(const kvc_decode* decode, int32_t threads);
 
 /* ---- page files --------------------------------------------------------------------------------------------------
  *

@@ -70,6 +70,7 @@ constexpr const char* kFunctions[] = {
     "kvc_clear",
     "kvc_clear_namespaces",
     "kvc_check",
+    "kvc_attend",
     "kvc_copy",
     "kvc_copy_ranges",
     "kvc_checksum",
@@ -126,6 +127,7 @@ int main(int argc, char** argv) {
         if (manager.made()) manager.run(kOperationsOfManager);
         fuzz::fuzz_pool(seed, kOperationsOfManager, &tally);
         for (uint64_t i = 0; i < 8; ++i) fuzz::fuzz_copy(seed * 8 + i, &tally);
+        for (uint64_t i = 0; i < 8; ++i) fuzz::fuzz_attend(seed * 8 + i, &tally);
         fuzz::fuzz_hash(seed, &tally);
         fuzz::fuzz_files(seed, &tally);
         fuzz::fuzz_shared(seed, kOperationsOfManager, &tally);

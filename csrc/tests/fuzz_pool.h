@@ -8,6 +8,7 @@ namespace fuzz {
 void fuzz_pool(uint64_t seed, int64_t operations, Tally* tally);
 void fuzz_hash(uint64_t seed, Tally* tally);
 void fuzz_copy(uint64_t seed, Tally* tally);
+void fuzz_attend(uint64_t seed, Tally* tally);
 void fuzz_files(uint64_t seed, Tally* tally);
 void fuzz_shared(uint64_t seed, int64_t operations, Tally* tally);
 

@@ -105,6 +105,33 @@ const kvc_copy_plan* copies_without(int which) {
     return &plan;
 }
 
+// `which` of queries, out, the pages, tables, begin and end is NULL; 6: all, and there is no row.
+int32_t attend_without(int which) {
+    static float numbers[64];
+    static const int32_t table = 0;
+    static const int64_t begin = 0, end = 1;
+    const auto given = [which](int part, auto* pointer) { return which == part || which == 6 ? no : pointer; };
+    const uint64_t base = which == 2 || which == 6 ? 0 : reinterpret_cast<uint64_t>(numbers);
+    const kvc_decode d{given(0, &numbers[32]),
+                       given(1, &numbers[48]),
+                       base,
+                       given(3, &table),
+                       given(4, &begin),
+                       given(5, &end),
+                       which != 6,
+                       16,
+                       1,
+                       128,
+                       16,
+                       1,
+                       1,
+                       1,
+                       16,
+                       1,
+                       1};
+    return kvc_attend(&d, 1);
+}
+
 std::vector<Case> hash_and_copy_cases(Rig& r) {
     return {
         {"kvc_sha256, data", kBad, [&] { return kvc_sha256(0, no, 1, r.digest); }},
@@ -114,6 +141,15 @@ std::vector<Case> hash_and_copy_cases(Rig& r) {
         {"kvc_hash_chain, tokens", kBad, [&] { return kvc_hash_chain(0, r.digest, no, 1, 4, r.digest); }},
         {"kvc_hash_chain, digests", kBad, [&] { return kvc_hash_chain(0, r.digest, r.tokens, 1, 4, no); }},
         {"kvc_hash_chain, no blocks", KVC_OK, [&] { return kvc_hash_chain(0, r.digest, no, 0, 4, no); }},
+        {"kvc_attend, decode", kBad, [&] { return kvc_attend(no, 1); }},
+        {"kvc_attend, queries", kBad, [&] { return attend_without(0); }},
+        {"kvc_attend, out", kBad, [&] { return attend_without(1); }},
+        {"kvc_attend, pages", kBad, [&] { return attend_without(2); }},
+        {"kvc_attend, tables", kBad, [&] { return attend_without(3); }},
+        {"kvc_attend, begin", kBad, [&] { return attend_without(4); }},
+        {"kvc_attend, end", kBad, [&] { return attend_without(5); }},
+        {"kvc_attend, nothing", KVC_OK, [&] { return attend_without(6); }},
+        {"kvc_attend, all given", KVC_OK, [&] { return attend_without(7); }},
         {"kvc_copy, plan", kBad, [&] { return kvc_copy(no, 1); }},
         {"kvc_copy, segments", kBad, [&] { return kvc_copy(copies_without(0), 1); }},
         {"kvc_copy, src", kBad, [&] { return kvc_copy(copies_without(1), 1); }},

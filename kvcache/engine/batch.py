@@ -75,10 +75,19 @@ class Bucket:
     """Decoding requests whose contexts are padded to one length."""
 
     rows: slice
-    pages: Tensor
-    """`[requests * blocks]`; a shorter request repeats its first page."""
+    tables: NDArray[np.int32]
+    """`[requests, blocks]`; a shorter request repeats its first page."""
     bias: Tensor
     """`[requests, 1, 1, tokens of the pages]`: 0 inside what the token sees, -inf elsewhere."""
+    begin: NDArray[np.int64]
+    """`[requests]`: the first token that is seen, from the first page on, ..."""
+    end: NDArray[np.int64]
+    """... and the one after the last."""
+
+    @property
+    def pages(self) -> Tensor:
+        """All of the tables, one after another."""
+        return torch.from_numpy(self.tables.ravel())
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,21 +298,16 @@ def _buckets(
         if i < len(tables) and len(tables[i]) * BUCKET_RATIO > len(tables[first]):
             continue
         blocks = max(map(len, tables[first:i]))
-        pages = np.empty((i - first, blocks), np.int64)
+        pages = np.empty((i - first, blocks), np.int32)
         for row, table in zip(pages, tables[first:i], strict=True):
             row[: len(table)] = table
             row[len(table) :] = table[0]
-        ends, positions = (
-            np.array(contexts[first:i])[:, None],
-            np.arange(turn.rank, blocks * block, turn.ranks),
-        )
-        hidden = positions >= ends
-        if window is not None:
-            hidden |= positions < ends - window
+        end = np.array(contexts[first:i])
+        begin = np.zeros_like(end) if window is None else np.maximum(end - window, 0)
+        positions = np.arange(turn.rank, blocks * block, turn.ranks)
+        hidden = (positions < begin[:, None]) | (positions >= end[:, None])
         bias = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), -torch.inf)
-        buckets.append(
-            Bucket(slice(first, i), torch.from_numpy(pages.ravel()), bias[:, None, None, :])
-        )
+        buckets.append(Bucket(slice(first, i), pages, bias[:, None, None, :], begin, end))
         first = i
     return buckets
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from engine import gguf_writer as w, paged
 from numpy.typing import NDArray
 
 from kvcache.bench.dense import Dense
+from kvcache.core.attention import PagedKV
 from kvcache.engine import smollm2, tiny
 from kvcache.engine.chat import Message, encode_chat, end_of_answer
 from kvcache.engine.gguf import GGUF
+from kvcache.engine.layers import Attention
 from kvcache.engine.model import Model
 from kvcache.engine.tokenizer import decode
 
@@ -117,7 +120,20 @@ def test_a_prompt_in_chunks_computes_what_one_chunk_computes(model: Model) -> No
     paged.assert_close(last, whole)
 
 
-def test_decoding_in_pages_computes_what_padded_dense_decoding_computes(model: Model) -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_decoding_in_pages_computes_what_padded_dense_decoding_computes(
+    model: Model, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    attend = PagedKV.attend
+
+    def counted(*args: Any, **named: Any) -> Floats:
+        read.append(len(args[1]))
+        return attend(*args, **named)
+
+    monkeypatch.setattr(PagedKV, "attend", counted)
+    if not in_place:
+        monkeypatch.setattr(Attention, "_in_place", lambda *_: None)
     lengths = np.array([33, 3, 17, 48])
     prompts = [paged.random_tokens(model, n, seed=n) for n in lengths]
     runner = paged.Runner(model, paged.pages_for(model, 64, requests=4))
@@ -137,6 +153,7 @@ def test_decoding_in_pages_computes_what_padded_dense_decoding_computes(model: M
             runner.run([r.chunk(tokens[i : i + 1]) for i, r in enumerate(requests)])
             expected = dense.decode(torch.from_numpy(tokens), torch.from_numpy(lengths + step))
             paged.assert_close(runner.last_logits, expected, tolerance=1e-3)
+    assert bool(read) == in_place
 
 
 def test_the_real_model_answers_a_question(smollm2_path: Path, real_model: Model) -> None:

@@ -1,4 +1,4 @@
-"""Faults in copies of pages: what is merged, what is refused, what slices and chunks leave out."""
+"""Faults in copies of pages, what is merged, refused, left out; and in attention over pages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from mutate.mutant import Mutant
 
 PLANS = "tests/core/test_copy_plans.py::test_"
 COPIES = "tests/core/test_copy.py::test_"
+ATTENTION = "tests/core/test_attention.py::test_"
 
 COPY = [
     Mutant(
@@ -63,5 +64,33 @@ COPY = [
         "first < waiting_; first += kWays",
         "first + kWays < waiting_; first += kWays",
         (COPIES + "every_path_copies_the_same",),
+    ),
+    Mutant(
+        "parts of a context weigh alike, whatever their highest score",
+        "csrc/attention.cpp",
+        "const float fade = std::exp(part[dim + 1] - highest);",
+        "const float fade = 1;",
+        (ATTENTION + "a_long_context_is_merged_from_its_parts_whatever_the_threads",),
+    ),
+    Mutant(
+        "a higher score leaves the weight of earlier pages as it was",
+        "csrc/attention.cpp",
+        "found[dim] = found[dim] * fade + weight;",
+        "found[dim] = found[dim] + weight;",
+        (ATTENTION + "rows_see_what_numpy_sees",),
+    ),
+    Mutant(
+        "a row sees its last block whole",
+        "csrc/attention.cpp",
+        "const int64_t next = std::min(part.end, (first / block + 1) * block);",
+        "const int64_t next = (first / block + 1) * block;",
+        (ATTENTION + "what_lies_past_the_end_of_a_row_is_not_read",),
+    ),
+    Mutant(
+        "the page of a row's last block is taken on trust",
+        "csrc/attention.cpp",
+        "i <= (end - 1) / d->block_tokens; ++i",
+        "i < (end - 1) / d->block_tokens; ++i",
+        (ATTENTION + "bad_input_is_named",),
     ),
 ]

@@ -30,6 +30,8 @@ KV = tuple[Tensor, Tensor]
 Gather = Callable[[Tensor, int], KV]
 """Page numbers of so many requests to their K and V."""
 
+InPlace = Callable[[Tensor, Bucket], Tensor]
+"""What decoding requests `[requests, K * G, D]` see, read where it lies: `[requests, K * G, V]`."""
 
 _LEAST = -1e30
 """Below the log of any weight but that of nothing, which is -inf."""
@@ -59,15 +61,28 @@ class Attended(NamedTuple):
 
 
 def attend(
-    queries: Tensor, gather: Gather, plan: AttentionPlan, sight: Sight, ops: Ops
+    queries: Tensor,
+    gather: Gather,
+    plan: AttentionPlan,
+    sight: Sight,
+    ops: Ops,
+    in_place: InPlace | None = None,
 ) -> Attended:
-    """What the rows `[T, K * G, D]` of a step see of their contexts, or of a rank's share of them."""
+    """What the rows `[T, K * G, D]` of a step see of their contexts, or of a rank's share of them.
+
+    Args:
+        in_place: for decoding requests; None: K and V are gathered for them too.
+    """
     if plan.turn.ranks > 1:
         return _attend_in_turn(queries, gather, plan, sight, ops)
     attended = queries.new_empty((*queries.shape[:2], sight.value_dim))
     for bucket in plan.buckets:
+        asked = queries[bucket.rows]
+        if in_place is not None:
+            attended[bucket.rows] = in_place(asked, bucket)
+            continue
         kv = gather(bucket.pages, len(bucket.bias))
-        attended[bucket.rows] = _decode(queries[bucket.rows], kv, bucket, sight)
+        attended[bucket.rows] = _decode(asked, kv, bucket, sight)
     for span in plan.spans:
         kv = gather(span.pages, 1)
         if ops.exact:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvcache.core.attention import HEAD_DIM_STEP, MOST_BLOCK_TOKENS, PagedKV
 from kvcache.core.specs import FullAttention, GroupSpec, SlidingWindow
-from kvcache.engine.batch import Reading
+from kvcache.engine.batch import Bucket, Reading
 from kvcache.engine.kv_format import FP32, KVFormat, Rows
-from kvcache.engine.layers.attend import Gather, Sight, attend, merge
+from kvcache.engine.layers.attend import Gather, InPlace, Sight, attend, merge
 from kvcache.engine.layers.base import BlockSizes, GroupUse, LayerStep
 from kvcache.engine.ops import Ops
 from kvcache.engine.shards import Shards, even_heads, heads_of_rank, of_heads
@@ -116,7 +117,8 @@ class Attention:
             plan = step.attention(0, rank)
             cache.write((plan.pages, slice(None), plan.offsets), plan.of_rank(kv))
             gather = self._gather(cache, plan.gathered_pages)
-            found.append(attend(queries, gather, plan, sight, ops))
+            in_place = self._in_place(cache, sight)
+            found.append(attend(queries, gather, plan, sight, ops, in_place))
         return ops.linear(merge(found, ops).flatten(1), self.out)
 
     def _gather(self, cache: Rows, most_pages: int) -> Gather:
@@ -135,3 +137,34 @@ class Attention:
             return halves[0], halves[1]
 
         return gather
+
+    def _in_place(self, cache: Rows, sight: Sight) -> InPlace | None:
+        """The core reads float32 in host memory; what else there is, is gathered."""
+        pages = cache.pages
+        block = pages.shape[2]
+        if cache.format is not FP32 or pages.device.type != "cpu":
+            return None
+        if self.head_dim % HEAD_DIM_STEP or block > MOST_BLOCK_TOKENS:
+            return None
+        kv = PagedKV(
+            pages.data_ptr(),
+            pages.stride(0) * pages.element_size(),
+            len(pages),
+            pages.stride(1),
+            block,
+            self.kv_heads,
+            self.head_dim,
+        )
+
+        def attend(queries: Tensor, bucket: Bucket) -> Tensor:
+            found = kv.attend(
+                queries.numpy(),
+                bucket.tables,
+                bucket.begin,
+                bucket.end,
+                scale=sight.scale,
+                threads=torch.get_num_threads(),
+            )
+            return torch.from_numpy(found)
+
+        return attend
