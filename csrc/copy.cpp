@@ -118,28 +118,37 @@ int32_t kvc_copy_ranges(const kvc_copy_plan* plan, kvc_range* ranges, int64_t ca
             return fail(KVC_E_ARGUMENT, "room for %lld ranges: neither ranges nor n may be NULL, cap not below 0",
                         static_cast<Longs>(cap));
         if (const auto status = kvc::check_plan(plan)) return status;
+        const int64_t most = plan->n_segments * plan->n_pairs;
         int64_t found = 0;
-        const auto emit = [&](const kvc_range& range) {
-            if (found < cap) ranges[found] = range;
-            ++found;
+        // Where all that can come has room, none is asked whether it has.
+        const auto list = [&](const auto& emit_all) {
+            if (most <= cap) emit_all([&](const kvc_range& range) { ranges[found++] = range; });
+            else
+                emit_all([&](const kvc_range& range) {
+                    if (found < cap) ranges[found] = range;
+                    ++found;
+                });
         };
         // The runs of pages are the same in all packed segments.
         std::vector<kvc_range> runs;
-        for (int64_t s = 0; s < plan->n_segments && plan->n_pairs; ++s) {
-            const kvc_segment& segment = plan->segments[s];
-            if (plan->n_segments == 1 || !kvc::is_packed(segment)) {
-                kvc::for_each_range(segment, plan->src, plan->dst, 0, plan->n_pairs, emit);
-                continue;
+        list([&](const auto& emit) {
+            for (int64_t s = 0; s < plan->n_segments && plan->n_pairs; ++s) {
+                const kvc_segment& segment = plan->segments[s];
+                if (plan->n_segments == 1 || !kvc::is_packed(segment)) {
+                    kvc::for_each_range(segment, plan->src, plan->dst, 0, plan->n_pairs, emit);
+                    continue;
+                }
+                if (runs.empty()) {
+                    runs.reserve(static_cast<size_t>(plan->n_pairs));
+                    kvc::for_each_range(kvc_segment{0, 0, 1, 1, 1, 0, 0}, plan->src, plan->dst, 0, plan->n_pairs,
+                                        [&](const kvc_range& run) { runs.push_back(run); });
+                }
+                const auto [src_base, dst_base, src_stride, dst_stride, bytes, src_pages, dst_pages] = segment;
+                const auto each = static_cast<uint64_t>(bytes);
+                for (const auto& [src, dst, pages] : runs)
+                    emit({src_base + src * each, dst_base + dst * each, pages * bytes});
             }
-            if (runs.empty()) {
-                runs.reserve(static_cast<size_t>(plan->n_pairs));
-                kvc::for_each_range(kvc_segment{0, 0, 1, 1, 1, 0, 0}, plan->src, plan->dst, 0, plan->n_pairs,
-                                    [&](const kvc_range& run) { runs.push_back(run); });
-            }
-            const auto bytes = static_cast<uint64_t>(segment.bytes);
-            for (const auto& [src, dst, pages] : runs)
-                emit({segment.src_base + src * bytes, segment.dst_base + dst * bytes, pages * segment.bytes});
-        }
+        });
         *n = found;
         return KVC_OK;
     });

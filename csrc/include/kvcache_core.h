@@ -578,7 +578,7 @@ int32_t kvc_copy_ranges(const kvc_copy_plan* plan, kvc_range* ranges, int64_t ca
  *                  out + r * kv_heads * group * head_dim: the same shape
  *                  tables + r * table_stride: its pages; it sees tokens begin[r] to end[r] - 1 of them
  *
- * A row's result depends on nothing but the row. */
+ * On one machine, neither other rows nor threads change a bit of a row's result. */
 typedef struct {
     const float* queries;
     float* out;
@@ -593,14 +593,15 @@ typedef struct {
     int64_t value_offset; /* elements */
     int64_t pages;        /* ids in tables are below it */
     int32_t kv_heads;
-    int32_t group;        /* query heads of a KV head */
-    int32_t head_dim;     /* a multiple of 16 */
-    int32_t block_tokens; /* of a page, at most 512 */
+    int32_t group; /* query heads of a KV head */
+    int32_t head_dim;
+    int32_t block_tokens; /* of a page */
     float scale;          /* of scores */
-} kvc_decode;
+} kvc_attention;
 
-/* threads: as of kvc_copy, one for each MiB. That the pages are mapped is the caller's promise. */
-int32_t kvc_attend(const kvc_decode* decode, int32_t threads);
+/* threads: as of kvc_copy, one for each MiB that is read, and for each 512 tokens. O(tokens seen). `out` is written on KVC_OK
+ * alone. That the pages are mapped is the caller's promise. */
+int32_t kvc_attend(const kvc_attention* attention, int32_t threads);
 
 /* ---- page files --------------------------------------------------------------------------------------------------
  *

@@ -282,30 +282,31 @@ void fuzz_attend(uint64_t seed, Tally* tally) {
     std::vector<float> pages(2 * 2 * kHalf, 1), queries(kRows * kDim, 1), out(kRows * kDim, 0);
     std::vector<int32_t> tables{0, 1, 1, 0};
     std::vector<int64_t> begin{random.below(4), 0}, end{random.between(5, 8), random.between(1, 8)};
-    kvc_decode d{queries.data(),
-                 out.data(),
-                 reinterpret_cast<uint64_t>(pages.data()),
-                 tables.data(),
-                 begin.data(),
-                 end.data(),
-                 kRows,
-                 kDim,
-                 2,
-                 8 * kHalf,
-                 kHalf,
-                 2,
-                 1,
-                 1,
-                 kDim,
-                 kBlock,
-                 1};
-    if (random.chance(20)) tables[static_cast<size_t>(random.below(4))] = random.hostile32() | INT32_MIN;
+    kvc_attention d{queries.data(),
+                    out.data(),
+                    reinterpret_cast<uint64_t>(pages.data()),
+                    tables.data(),
+                    begin.data(),
+                    end.data(),
+                    kRows,
+                    kDim,
+                    2,
+                    8 * kHalf,
+                    kHalf,
+                    2,
+                    1,
+                    1,
+                    kDim,
+                    kBlock,
+                    1};
+    if (random.chance(20))
+        tables[static_cast<size_t>(random.below(4))] = random.one_of<int32_t>({-1, 2, INT32_MAX, INT32_MIN});
     if (random.chance(20)) (random.chance(50) ? begin : end)[0] = random.one_of<int64_t>({-1, 9, INT64_MAX, INT64_MIN});
     if (random.chance(30)) {  // numbers that cannot be right
         int64_t* const wide[] = {&d.query_stride, &d.table_stride, &d.page_stride, &d.value_offset, &d.pages};
         int32_t* const narrow[] = {&d.kv_heads, &d.group, &d.head_dim, &d.block_tokens};
         const bool large = random.chance(50);
-        if (random.chance(50)) *wide[random.below(4)] = large ? INT64_MAX : -random.below(INT64_MAX);
+        if (random.chance(50)) *wide[random.below(5)] = large ? INT64_MAX - 3 : -random.below(INT64_MAX);
         else *narrow[random.below(4)] = large ? INT32_MAX : -static_cast<int32_t>(random.below(INT32_MAX));
     }
     if (random.chance(5)) d.rows = -random.below(INT64_MAX);

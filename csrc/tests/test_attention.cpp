@@ -23,10 +23,12 @@ Floats noise(Random& random, int64_t n, double most) {
 struct Case {
     explicit Case(Random& random) {
         kv_heads = static_cast<int32_t>(random.between(1, 3)), group = static_cast<int32_t>(random.between(1, 4));
-        dim = static_cast<int32_t>(16 * random.between(1, 5));
+        dim = static_cast<int32_t>(random.chance(50) ? 16 * random.between(1, 5) : random.between(1, 40));
         block = random.one_of<int32_t>({1, 3, 4, 16, 50});
-        blocks = random.between(1, random.chance(20) ? 1500 / block + 1 : 9);
-        rows = random.between(1, 5);
+        const bool large = random.chance(15);  // more than threads are started for
+        if (large) kv_heads = 3, dim = 96;
+        blocks = random.between(1, large ? 3000 / block + 1 : 9);
+        rows = random.between(large ? 3 : 1, 5);
         half = int64_t{block} * kv_heads * dim;
         value_offset = half + random.below(3);
         stride = value_offset + half + random.below(3);
@@ -47,24 +49,24 @@ struct Case {
     // Rows `first` to `last`.
     Floats attend(const Where& where, int64_t first, int64_t last, int32_t threads) const {
         Floats out(static_cast<size_t>(last - first) * row_floats());
-        const kvc_decode decode{&queries[static_cast<size_t>(first * query_stride)],
-                                out.data(),
-                                reinterpret_cast<uint64_t>(memory.data()),
-                                &tables[static_cast<size_t>(first * blocks)],
-                                &begin[static_cast<size_t>(first)],
-                                &end[static_cast<size_t>(first)],
-                                last - first,
-                                query_stride,
-                                blocks,
-                                4 * stride,
-                                value_offset,
-                                pages,
-                                kv_heads,
-                                group,
-                                dim,
-                                block,
-                                kScale};
-        if (kvc_attend(&decode, threads) != KVC_OK) broken(where, "refused: %s", kvc_last_error());
+        const kvc_attention attention{&queries[static_cast<size_t>(first * query_stride)],
+                                      out.data(),
+                                      reinterpret_cast<uint64_t>(memory.data()),
+                                      &tables[static_cast<size_t>(first * blocks)],
+                                      &begin[static_cast<size_t>(first)],
+                                      &end[static_cast<size_t>(first)],
+                                      last - first,
+                                      query_stride,
+                                      blocks,
+                                      4 * stride,
+                                      value_offset,
+                                      pages,
+                                      kv_heads,
+                                      group,
+                                      dim,
+                                      block,
+                                      kScale};
+        if (kvc_attend(&attention, threads) != KVC_OK) broken(where, "refused: %s", kvc_last_error());
         return out;
     }
 

@@ -112,23 +112,23 @@ int32_t attend_without(int which) {
     static const int64_t begin = 0, end = 1;
     const auto given = [which](int part, auto* pointer) { return which == part || which == 6 ? no : pointer; };
     const uint64_t base = which == 2 || which == 6 ? 0 : reinterpret_cast<uint64_t>(numbers);
-    const kvc_decode d{given(0, &numbers[32]),
-                       given(1, &numbers[48]),
-                       base,
-                       given(3, &table),
-                       given(4, &begin),
-                       given(5, &end),
-                       which != 6,
-                       16,
-                       1,
-                       128,
-                       16,
-                       1,
-                       1,
-                       1,
-                       16,
-                       1,
-                       1};
+    const kvc_attention d{given(0, &numbers[32]),
+                          given(1, &numbers[48]),
+                          base,
+                          given(3, &table),
+                          given(4, &begin),
+                          given(5, &end),
+                          which != 6,
+                          16,
+                          1,
+                          128,
+                          16,
+                          1,
+                          1,
+                          1,
+                          16,
+                          1,
+                          1};
     return kvc_attend(&d, 1);
 }
 
@@ -141,7 +141,7 @@ std::vector<Case> hash_and_copy_cases(Rig& r) {
         {"kvc_hash_chain, tokens", kBad, [&] { return kvc_hash_chain(0, r.digest, no, 1, 4, r.digest); }},
         {"kvc_hash_chain, digests", kBad, [&] { return kvc_hash_chain(0, r.digest, r.tokens, 1, 4, no); }},
         {"kvc_hash_chain, no blocks", KVC_OK, [&] { return kvc_hash_chain(0, r.digest, no, 0, 4, no); }},
-        {"kvc_attend, decode", kBad, [&] { return kvc_attend(no, 1); }},
+        {"kvc_attend, attention", kBad, [&] { return kvc_attend(no, 1); }},
         {"kvc_attend, queries", kBad, [&] { return attend_without(0); }},
         {"kvc_attend, out", kBad, [&] { return attend_without(1); }},
         {"kvc_attend, pages", kBad, [&] { return attend_without(2); }},

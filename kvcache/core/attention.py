@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from numpy.typing import NDArray
 
-from kvcache.core import native
+from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError
 
-__all__ = ["HEAD_DIM_STEP", "MOST_BLOCK_TOKENS", "PagedKV"]
+__all__ = ["MOST_THREADS", "PagedKV"]
 
-HEAD_DIM_STEP = 16
-"""Head dimensions are multiples of it."""
-
-MOST_BLOCK_TOKENS = 512
+MOST_THREADS = 256
 
 
 class PagedKV(NamedTuple):
@@ -36,9 +34,9 @@ class PagedKV(NamedTuple):
     def attend(
         self,
         queries: NDArray[np.float32],
-        tables: NDArray[np.int32],
-        begin: NDArray[np.int64],
-        end: NDArray[np.int64],
+        block_tables: NDArray[np.int32],
+        begin: npt.ArrayLike,
+        end: npt.ArrayLike,
         *,
         scale: float,
         threads: int = 1,
@@ -46,27 +44,31 @@ class PagedKV(NamedTuple):
         """Softmax attention of one query position for each row. O(tokens seen), without the GIL.
 
         Args:
-            queries: `[rows, heads, head_dim]`; neighbouring heads share a KV head.
-            tables: `[rows, blocks]`: pages of each row.
-            begin: `[rows]`: the first token that a row sees, counted from its first page on.
-            end: `[rows]`: and the one after the last.
+            queries: `[rows, heads, head_dim]`, the heads of a row side by side; neighbours share a
+                KV head.
+            block_tables: `[rows, blocks]`: pages of each row.
+            begin: int64 `[rows]`: the first token that a row sees, counted from its first page on.
+            end: int64 `[rows]`: and the one after the last.
             scale: of scores.
-            threads: at most so many (1 to 256), and no more than `copy.cores()`.
+            threads: at most so many (1 to `MOST_THREADS`), and no more than `copy.cores()`.
 
         Returns:
-            `[rows, heads, head_dim]`. A row's bits depend on nothing but the row.
+            `[rows, heads, head_dim]`. On one machine, neither other rows nor threads change a bit
+            of a row.
 
         Raises:
             ConfigError: shapes that do not fit, a page that is not there, a row that sees nothing.
         """
-        rows, heads, dim = _shaped("queries", queries, np.float32, 3)
-        _, blocks = _shaped("tables", tables, np.int32, 2, rows)
-        for what, ends in (("begin", begin), ("end", end)):
-            _shaped(what, ends, np.int64, 1, rows)
-        near = [(stride, n) for stride, n in zip(queries.strides, queries.shape, strict=True)]
-        side_by_side = all(
-            n < 2 or s == w for (s, n), w in zip(near[1:], (4 * dim, 4), strict=True)
-        )
+        rows, heads, dim = _shape("queries", queries, np.float32, 3)
+        _, blocks = _shape("block_tables", block_tables, np.int32, 2)
+        first, last = arrays.flat(begin, np.int64, "begin"), arrays.flat(end, np.int64, "end")
+        if not rows == len(block_tables) == len(first) == len(last):
+            raise ConfigError(
+                f"{rows} rows of queries, {len(block_tables)} block tables, {len(first)} begins and"
+                f" {len(last)} ends: give one each"
+            )
+        sizes = zip(queries.strides[1:], queries.shape[1:], (4 * dim, 4), strict=True)
+        side_by_side = all(stride == wanted or n < 2 for stride, n, wanted in sizes)
         if dim != self.head_dim or self.kv_heads < 1 or heads % self.kv_heads or not side_by_side:
             raise ConfigError(
                 f"queries has shape {queries.shape} and strides {queries.strides}: give heads side by"
@@ -74,42 +76,41 @@ class PagedKV(NamedTuple):
             )
         ffi, lib = native.load()
         out = np.empty((rows, heads, dim), np.float32)
-        buffers = {
-            "queries": ffi.cast("float*", queries.ctypes.data),
-            "out": ffi.from_buffer("float[]", out),
-            "tables": ffi.from_buffer("int32_t[]", tables),
-            "begin": ffi.from_buffer("int64_t[]", begin),
-            "end": ffi.from_buffer("int64_t[]", end),
-        }
-        numbers = {
-            "base": self.address,
-            "rows": rows,
-            "query_stride": queries.strides[0] // 4 if rows > 1 else heads * dim,
-            "table_stride": blocks,
-            "page_stride": self.stride_bytes,
-            "value_offset": self.value_offset,
-            "pages": self.pages,
-            "kv_heads": self.kv_heads,
-            "group": heads // self.kv_heads,
-            "head_dim": dim,
-            "block_tokens": self.block_tokens,
-            "scale": scale,
-        }
-        native.call(lib.kvc_attend, native.new("kvc_decode*", buffers | numbers), threads)
+        tables = np.ascontiguousarray(block_tables)
+        plan = native.new(
+            "kvc_attention*",
+            {
+                "queries": ffi.cast("float*", queries.ctypes.data),
+                "out": ffi.from_buffer("float[]", out),
+                "tables": ffi.from_buffer("int32_t[]", tables),
+                "begin": ffi.from_buffer("int64_t[]", first),
+                "end": ffi.from_buffer("int64_t[]", last),
+                "base": self.address,
+                "rows": rows,
+                "query_stride": queries.strides[0] // 4 if rows > 1 else heads * dim,
+                "table_stride": blocks,
+                "page_stride": self.stride_bytes,
+                "value_offset": self.value_offset,
+                "pages": self.pages,
+                "kv_heads": self.kv_heads,
+                "group": heads // self.kv_heads,
+                "head_dim": dim,
+                "block_tokens": self.block_tokens,
+                "scale": scale,
+            },
+        )
+        native.call(lib.kvc_attend, plan, threads)
         return out
 
 
-def _shaped(
-    what: str, array: NDArray[Any], dtype: type, dimensions: int, rows: int | None = None
-) -> tuple[int, ...]:
-    """Its shape, when it is what C can read; all but queries must be contiguous."""
-    if (
-        array.dtype != dtype
-        or array.ndim != dimensions
-        or (rows is not None and (len(array) != rows or not array.flags.c_contiguous))
-    ):
+def _shape(what: str, array: Any, dtype: type, dimensions: int) -> tuple[int, ...]:
+    """Its shape, if C can read it: the type, aligned."""
+    if not isinstance(array, np.ndarray):
+        raise ConfigError(f"{what} is {type(array).__name__}: give an array of {dtype.__name__}")
+    if array.dtype != dtype or array.ndim != dimensions or not array.flags.aligned:
         raise ConfigError(
-            f"{what} is {array.dtype} of shape {array.shape}: expected {dtype.__name__} with"
-            f" {dimensions} dimensions" + ("" if rows is None else f", contiguous, for {rows} rows")
+            f"{what} is {array.dtype} of shape {array.shape} and strides {array.strides}: expected"
+            f" aligned {dtype.__name__} with {dimensions} dimensions"
         )
-    return array.shape
+    shape: tuple[int, ...] = array.shape
+    return shape

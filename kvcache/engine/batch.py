@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -70,24 +71,31 @@ WHOLE = Turn()
 """One rank has all tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bucket:
-    """Decoding requests whose contexts are padded to one length."""
+    """Decoding requests side by side. Where K and V are gathered, contexts are padded to one length."""
 
     rows: slice
-    tables: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
     """`[requests, blocks]`; a shorter request repeats its first page."""
-    bias: Tensor
-    """`[requests, 1, 1, tokens of the pages]`: 0 inside what the token sees, -inf elsewhere."""
+    positions: NDArray[np.int64]
+    """`[tokens of the blocks]`, from the first page on."""
     begin: NDArray[np.int64]
     """`[requests]`: the first token that is seen, from the first page on, ..."""
     end: NDArray[np.int64]
     """... and the one after the last."""
 
-    @property
+    @cached_property
     def pages(self) -> Tensor:
-        """All of the tables, one after another."""
-        return torch.from_numpy(self.tables.ravel())
+        """`[requests * blocks]`."""
+        return torch.from_numpy(self.block_tables.ravel())
+
+    @cached_property
+    def bias(self) -> Tensor:
+        """`[requests, 1, 1, tokens of the blocks]`: 0 inside what the token sees, -inf elsewhere."""
+        begin, end = self.begin[:, None], self.end[:, None]
+        hidden = torch.from_numpy((self.positions < begin) | (self.positions >= end))
+        return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None, :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,7 @@ class AttentionPlan:
     """Bias of one query block with the longest context of the spans: causal, inside the window.
     None where there are no spans, the group is read by request, or ranks take turns."""
     gathered_pages: int
-    """Most pages that a bucket or span gathers."""
+    """Most pages that a bucket, if it is not read in place, or a span gathers."""
     turn: Turn = WHOLE
     stored: Tensor | None = None
     """Which rows of the step `pages` and `offsets` are of: those of this rank. None: all."""
@@ -250,7 +258,7 @@ def _plan_attention(
         for i in range(decoding, len(chunks))
     ]
     buckets = _buckets(tables[:decoding], contexts[:decoding], block, window, turn)
-    gathered = [bucket.pages for bucket in buckets] + [span.pages for span in spans]
+    gathered = [bucket.block_tables.size for bucket in buckets] + [len(s.pages) for s in spans]
     return AttentionPlan(
         pages=torch.from_numpy(pages),
         offsets=torch.from_numpy(places),
@@ -259,7 +267,7 @@ def _plan_attention(
         bias=None
         if reading.by_request or turn.ranks > 1
         else _span_bias(chunks[decoding:], contexts[decoding:], reading.heads_per_row, window),
-        gathered_pages=max(len(pages) for pages in gathered),
+        gathered_pages=max(gathered),
         turn=turn,
         stored=stored,
     )
@@ -302,12 +310,10 @@ def _buckets(
         for row, table in zip(pages, tables[first:i], strict=True):
             row[: len(table)] = table
             row[len(table) :] = table[0]
-        end = np.array(contexts[first:i])
+        end = np.array(contexts[first:i], np.int64)
         begin = np.zeros_like(end) if window is None else np.maximum(end - window, 0)
         positions = np.arange(turn.rank, blocks * block, turn.ranks)
-        hidden = (positions < begin[:, None]) | (positions >= end[:, None])
-        bias = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), -torch.inf)
-        buckets.append(Bucket(slice(first, i), pages, bias[:, None, None, :], begin, end))
+        buckets.append(Bucket(slice(first, i), pages, positions, begin, end))
         first = i
     return buckets
 

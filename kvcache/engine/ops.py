@@ -16,8 +16,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 FEW_ROWS = range(2, 129)
-"""Rows for which a CPU's BLAS is faster with the weight as the left factor: 2x to 4x at 2 to 4 rows, 1.3x
-to 1.9x at 16, of a model's products (AMD EPYC; docs/log.md)."""
+"""Rows for which a CPU's BLAS is faster with the weight as the left factor: two to three times at 2 to 4
+rows, 1.3x to 1.9x at 16 (docs/log.md)."""
 
 LINEAR_FROM = 20.0
 """From here on softplus is its argument: exp(-20) is below float32's rounding of 20."""

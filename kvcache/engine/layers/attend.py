@@ -1,4 +1,4 @@
-"""Softmax attention over gathered pages: decoding requests side by side, chunks in query blocks.
+"""Softmax attention over pages: decoding requests side by side, read in place or gathered; chunks gathered.
 
 Where ranks take turns with the tokens, each attends to its own and says how much they weigh; `merge`
 makes of these what one rank with all tokens would have found (arXiv 1805.02867, section 3):
@@ -81,7 +81,7 @@ def attend(
         if in_place is not None:
             attended[bucket.rows] = in_place(asked, bucket)
             continue
-        kv = gather(bucket.pages, len(bucket.bias))
+        kv = gather(bucket.pages, len(asked))
         attended[bucket.rows] = _decode(asked, kv, bucket, sight)
     for span in plan.spans:
         kv = gather(span.pages, 1)
@@ -186,8 +186,8 @@ def _attend_in_turn(
     values = queries.new_empty((*queries.shape[:2], sight.value_dim))
     logs = queries.new_empty(queries.shape[:2])
     for bucket in plan.buckets:
-        keys, seen = gather(bucket.pages, len(bucket.bias))
         asked = queries[bucket.rows]
+        keys, seen = gather(bucket.pages, len(asked))
         q = asked.view(len(asked), sight.kv_heads, -1, asked.shape[-1])
         scores = q @ keys.transpose(2, 3) * sight.scale + bucket.bias
         found, weight = weigh(scores, seen)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from kvcache.core.attention import HEAD_DIM_STEP, MOST_BLOCK_TOKENS, PagedKV
+from kvcache.core.attention import MOST_THREADS, PagedKV
 from kvcache.core.specs import FullAttention, GroupSpec, SlidingWindow
 from kvcache.engine.batch import Bucket, Reading
 from kvcache.engine.kv_format import FP32, KVFormat, Rows
@@ -124,12 +125,15 @@ class Attention:
     def _gather(self, cache: Rows, most_pages: int) -> Gather:
         """K and V of whole pages, `[requests, K, tokens, D]`; in one scratch memory where it can."""
         pages = cache.pages
-        scratch = pages.new_empty((2, most_pages, pages.shape[2] * pages.shape[3]))
+
+        @lru_cache(maxsize=1)
+        def scratch() -> Tensor:
+            return pages.new_empty((2, most_pages, pages.shape[2] * pages.shape[3]))
 
         def gather(numbers: Tensor, requests: int) -> tuple[Tensor, Tensor]:
             shape = (requests, -1, self.kv_heads, self.head_dim)
             halves = []
-            for half, room in enumerate(scratch):
+            for half, room in enumerate(scratch()):
                 part = room[: len(numbers)]
                 torch.index_select(pages[:, half].flatten(1), 0, numbers, out=part)
                 values = part if cache.format is FP32 else cache.format.decode(part)
@@ -141,29 +145,26 @@ class Attention:
     def _in_place(self, cache: Rows, sight: Sight) -> InPlace | None:
         """The core reads float32 in host memory; what else there is, is gathered."""
         pages = cache.pages
-        block = pages.shape[2]
         if cache.format is not FP32 or pages.device.type != "cpu":
             return None
-        if self.head_dim % HEAD_DIM_STEP or block > MOST_BLOCK_TOKENS:
-            return None
         kv = PagedKV(
-            pages.data_ptr(),
-            pages.stride(0) * pages.element_size(),
-            len(pages),
-            pages.stride(1),
-            block,
-            self.kv_heads,
-            self.head_dim,
+            address=pages.data_ptr(),
+            stride_bytes=pages.stride(0) * cache.format.element_bytes,
+            pages=len(pages),
+            value_offset=pages.stride(1),
+            block_tokens=pages.shape[2],
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
         )
 
         def attend(queries: Tensor, bucket: Bucket) -> Tensor:
             found = kv.attend(
                 queries.numpy(),
-                bucket.tables,
+                bucket.block_tables,
                 bucket.begin,
                 bucket.end,
                 scale=sight.scale,
-                threads=torch.get_num_threads(),
+                threads=min(torch.get_num_threads(), MOST_THREADS),
             )
             return torch.from_numpy(found)
 
