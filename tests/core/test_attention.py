@@ -150,7 +150,10 @@ def test_what_lies_past_the_end_of_a_row_is_not_read() -> None:
         ({"begin": np.array([-1])}, "row 0 sees tokens -1 to 7"),
         ({"end": np.array([9])}, "row 0 sees tokens 0 to 9: at least one, in 2 blocks of 4"),
         ({"threads": 0}, "threads is 0: from 1 to 256"),
-        ({"block_tables": np.zeros((1, 2), np.int64)}, "block_tables is int64 of .*expected aligned int32"),
+        (
+            {"block_tables": np.zeros((1, 2), np.int64)},
+            "block_tables is int64 of .*expected aligned int32",
+        ),
         ({"block_tables": np.zeros((2, 2), np.int32)}, "1 rows of queries, 2 block tables"),
         ({"block_tables": np.zeros((1, 0), np.int32)}, "tables of 0 blocks must have at least one"),
         ({"block_tables": [[0, 1]]}, "block_tables is list: give an array of int32"),
