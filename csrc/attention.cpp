@@ -9,15 +9,14 @@
 #include <atomic>
 #include <bit>
 #include <cmath>
-#include <cstring>
 #include <limits>
-#include <thread>
 #include <vector>
 
 #include "cores.h"
 #include "error.h"
 #include "kvcache_core.h"
 #include "vector_path.h"
+#include "workers.h"
 
 namespace {
 
@@ -25,7 +24,6 @@ using kvc::fail;
 using kvc::VectorPath;
 using Longs = long long;
 
-constexpr int32_t kMostThreads = 256;
 constexpr int64_t kSplitTokens = 512;
 constexpr int64_t kLineFloats = 16;
 constexpr int64_t kMostFloats = int64_t{1} << 30;   // of a page: K and V, or of all heads' queries
@@ -151,19 +149,11 @@ class Attention {
         found_.resize(splits_.size() * static_cast<size_t>(floats_));
     }
 
-    // Threads live as long as the call, as those of a copy.
     void run(int32_t threads) {
         const int64_t bytes = tokens_ * d_.kv_heads * d_.head_dim * 2 * static_cast<int64_t>(sizeof(float));
         const int64_t worth = std::min(static_cast<int64_t>(splits_.size()), bytes / kThreadBytes);
         if (threads > 1 && worth > 1) threads = std::min(threads, kvc::cores());
-        {
-            std::vector<std::jthread> others;
-            try {
-                for (int64_t i = 1; i < std::min<int64_t>(threads, worth); ++i) others.emplace_back([this] { work(); });
-            } catch (const std::exception&) {  // no more threads to be had: those that there are do it
-            }
-            work();
-        }
+        kvc::work_together(std::min<int64_t>(threads, worth), [this] { work(); });
         const float* found = found_.data();
         for (int64_t row = 0; row < d_.rows; ++row) {
             const int64_t n = (d_.end[row] - d_.begin[row] + kSplitTokens - 1) / kSplitTokens;
@@ -180,9 +170,10 @@ class Attention {
 
     void merge(int64_t row, const float* splits, int64_t n) const {
         const int32_t dim = d_.head_dim;
-        for (int64_t h = 0; h < int64_t{d_.kv_heads} * d_.group; ++h) {
+        const int64_t heads = int64_t{d_.kv_heads} * d_.group;
+        for (int64_t h = 0; h < heads; ++h) {
             const float* const first = splits + h * (dim + 2);
-            float* const out = d_.out + row * floats_of_row() + h * dim;
+            float* const out = d_.out + (row * heads + h) * dim;
             float highest = first[dim + 1], weight = 0;
             for (int64_t i = 1; i < n; ++i) highest = std::max(highest, first[i * floats_ + dim + 1]);
             std::fill_n(out, dim, 0.0F);
@@ -196,10 +187,8 @@ class Attention {
         }
     }
 
-    int64_t floats_of_row() const { return int64_t{d_.kv_heads} * d_.group * d_.head_dim; }
-
     const kvc_attention& d_;
-    int64_t floats_;  // of one part
+    int64_t floats_;  // of one split
     std::vector<Split> splits_;
     std::vector<float> found_;
     int64_t tokens_ = 0;
@@ -261,8 +250,8 @@ int32_t check_attention(const kvc_attention* d) {
 
 extern "C" int32_t kvc_attend(const kvc_attention* attention, int32_t threads) {
     return kvc::guarded([&]() -> int32_t {
-        if (threads < 1 || threads > kMostThreads)
-            return fail(KVC_E_ARGUMENT, "threads is %d: from 1 to %d", threads, kMostThreads);
+        if (threads < 1 || threads > kvc::kMostThreads)
+            return fail(KVC_E_ARGUMENT, "threads is %d: from 1 to %d", threads, kvc::kMostThreads);
         if (const auto status = check_attention(attention)) return status;
         if (attention->rows) Attention(*attention).run(threads);
         return KVC_OK;

@@ -3,12 +3,12 @@
 
 #include <atomic>
 #include <bit>
-#include <thread>
 #include <vector>
 
 #include "copy_stream.h"
 #include "cores.h"
 #include "error.h"
+#include "workers.h"
 
 namespace {
 
@@ -17,7 +17,6 @@ using kvc::fail;
 using kvc::VectorPath;
 using Longs = long long;
 
-constexpr int32_t kMostThreads = 256;
 constexpr uint64_t kSlice = uint64_t{1} << 20;        // of one thread at a time
 constexpr uint64_t kThreadBytes = uint64_t{2} << 20;  // a thread more is not worth its start for less (docs/copy.md)
 // A copy that fits into the caches with its source leaves them warm for who reads it next (docs/copy.md).
@@ -34,17 +33,11 @@ class Copy {
         path_ = total_ < kStreamTotal ? VectorPath::kPortable : kvc::vector_path();
     }
 
-    // Threads live as long as the call: none to wake, to lose at a fork, or to end unnoticed.
     void run(int32_t threads) {
         const uint64_t worth = std::max<uint64_t>(1, total_ / kThreadBytes);
         if (threads > 1 && worth > 1) threads = std::min(threads, kvc::cores());
-        std::vector<std::jthread> others;
-        try {
-            for (uint64_t i = 1; i < std::min<uint64_t>(static_cast<uint64_t>(threads), worth); ++i)
-                others.emplace_back([this] { work(); });
-        } catch (const std::exception&) {  // no more threads to be had: those that there are do it
-        }
-        work();
+        kvc::work_together(static_cast<int64_t>(std::min<uint64_t>(static_cast<uint64_t>(threads), worth)),
+                           [this] { work(); });
     }
 
   private:
@@ -104,8 +97,8 @@ const char* kvc_copy_path(void) {
 
 int32_t kvc_copy(const kvc_copy_plan* plan, int32_t threads) {
     return kvc::guarded([&]() -> int32_t {
-        if (threads < 1 || threads > kMostThreads)
-            return fail(KVC_E_ARGUMENT, "threads is %d: from 1 to %d", threads, kMostThreads);
+        if (threads < 1 || threads > kvc::kMostThreads)
+            return fail(KVC_E_ARGUMENT, "threads is %d: from 1 to %d", threads, kvc::kMostThreads);
         if (const auto status = kvc::check_plan(plan)) return status;
         if (plan->n_segments && plan->n_pairs) Copy(*plan).run(threads);
         return KVC_OK;

@@ -17,12 +17,12 @@
 #include <memory>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "copy_stream.h"
 #include "error.h"
+#include "workers.h"
 #include "xxh3.h"
 
 namespace {
@@ -36,7 +36,6 @@ using Longs = long long;
 constexpr int64_t kUnit = 4096;  // what direct reads and writes are aligned to
 constexpr int64_t kMostHead = kUnit - static_cast<int64_t>(Xxh3::kDigest);
 constexpr int64_t kMostPage = int64_t{1} << 42;
-constexpr int32_t kMostThreads = 256;
 
 struct Free {
     void operator()(uint8_t* memory) const { std::free(memory); }
@@ -79,14 +78,14 @@ int32_t check(const kvc_page_files* files, const char* names, int64_t n, const i
     if (n < 0 || (n && !(names && outcomes)))
         return fail(KVC_E_ARGUMENT, "%lld files: names and outcomes must not be NULL", static_cast<Longs>(n));
     if (!kvc_page_file_bytes(files->page_bytes) || files->head_bytes < 1 || files->head_bytes > kMostHead ||
-        files->name_bytes < 2 || files->name_bytes > kUnit || files->threads < 1 || files->threads > kMostThreads)
+        files->name_bytes < 2 || files->name_bytes > kUnit || files->threads < 1 || files->threads > kvc::kMostThreads)
         return fail(
             KVC_E_ARGUMENT,
             "pages of %lld bytes, heads of %lld, names of %lld, %d threads: from 1 to %lld, %lld, %lld (names: from"
             " 2) and %d",
             static_cast<Longs>(files->page_bytes), static_cast<Longs>(files->head_bytes),
             static_cast<Longs>(files->name_bytes), files->threads, static_cast<Longs>(kMostPage),
-            static_cast<Longs>(kMostHead), static_cast<Longs>(kUnit), kMostThreads);
+            static_cast<Longs>(kMostHead), static_cast<Longs>(kUnit), kvc::kMostThreads);
     for (int64_t i = 0; i < n; ++i)
         if (names[i * files->name_bytes] == 0 || names[(i + 1) * files->name_bytes - 1] != 0)
             return fail(KVC_E_ARGUMENT, "name %lld is empty or has no zero byte at its end", static_cast<Longs>(i));
@@ -264,12 +263,7 @@ void for_each(const kvc_page_files& files, int64_t n, int32_t* outcomes, Body&& 
         } catch (const std::bad_alloc&) {
         }
     };
-    std::vector<std::jthread> others;
-    try {
-        for (int64_t i = 1; i < std::min<int64_t>(files.threads, n); ++i) others.emplace_back(run);
-    } catch (const std::exception&) {  // no more threads to be had: those that there are do it
-    }
-    run();
+    kvc::work_together(std::min<int64_t>(files.threads, n), run);
 }
 
 // The folders that new names are in. A file whose name may not outlive a loss of power is none.

@@ -468,3 +468,23 @@ def test_the_first_layers_of_smollm2_guess_for_it(
         assert (said["proposed_tokens"] > 0) is bool(more)
     assert answers[0] == answers[1]
     assert "capital of France" in answers[0]
+
+
+@pytest.mark.parametrize("number", ["0", "2", "x", "9" * 5000])
+def test_a_conversation_that_is_not_there_is_one_line_and_exit_2(
+    number: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"/go {number}\n"))
+    assert main(TINY) == 2
+    err = capsys.readouterr().err
+    assert "there are conversations 1 to 1" in err
+    assert err.count("\n") == 1
+
+
+def test_a_history_that_is_a_pipe_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "chat.json")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert main([*TINY, "--disk", str(tmp_path)]) == 2
+    assert "no plain file" in capsys.readouterr().err

@@ -111,24 +111,11 @@ int32_t attend_without(int which) {
     static const int32_t table = 0;
     static const int64_t begin = 0, end = 1;
     const auto given = [which](int part, auto* pointer) { return which == part || which == 6 ? no : pointer; };
-    const uint64_t base = which == 2 || which == 6 ? 0 : reinterpret_cast<uint64_t>(numbers);
-    const kvc_attention d{given(0, &numbers[32]),
-                          given(1, &numbers[48]),
-                          base,
-                          given(3, &table),
-                          given(4, &begin),
-                          given(5, &end),
-                          which != 6,
-                          16,
-                          1,
-                          128,
-                          16,
-                          1,
-                          1,
-                          1,
-                          16,
-                          1,
-                          1};
+    kvc_attention d{};
+    d.queries = given(0, numbers + 32), d.out = given(1, numbers + 48), d.tables = given(3, &table);
+    d.base = reinterpret_cast<uint64_t>(given(2, numbers)), d.begin = given(4, &begin), d.end = given(5, &end);
+    d.query_stride = d.value_offset = d.head_dim = 16, d.page_stride = 128, d.rows = which != 6;
+    d.scale = d.table_stride = d.pages = d.kv_heads = d.group = d.block_tokens = 1;
     return kvc_attend(&d, 1);
 }
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kvcache.commands.numbers import byte_count, whole_number
 from kvcache.commands.output import Progress, emit_json
 from kvcache.core.errors import CapacityError, ConfigError, InputError
+from kvcache.core.values import shown
 
 if TYPE_CHECKING:  # their modules load torch
     from kvcache.commands.chat_history import ChatHistory
@@ -233,8 +234,9 @@ class _Talk:
             self.say(f"{self._place()}\n")
         elif word == "/go":
             count = len(self._conversations)
-            if not rest.isdecimal() or not 1 <= int(rest) <= count:
-                raise InputError(f"/go {rest}: there are conversations 1 to {count}")
+            digits = len(str(count))
+            if not rest.isdecimal() or len(rest) > digits or not 1 <= int(rest) <= count:
+                raise InputError(f"/go {shown(rest)[1:-1]}: there are conversations 1 to {count}")
             self._current = int(rest) - 1
             self.say(f"{self._place()}: {len(self._conversation.messages) // 2} turns\n")
         else:

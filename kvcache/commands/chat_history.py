@@ -63,6 +63,8 @@ class ChatHistory:
         """All conversations, and the index of the one that goes on; none of a new folder."""
         if not self.file.exists():
             return [], 0
+        if not self.file.is_file():
+            raise self._bad("no plain file")
         with self.file.open("rb") as stream:
             data = stream.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError
+from kvcache.core.values import whole
 
 __all__ = ["MOST_THREADS", "PagedKV"]
 
@@ -68,11 +69,12 @@ class PagedKV(NamedTuple):
                 f" {len(last)} ends: give one each"
             )
         sizes = zip(queries.strides[1:], queries.shape[1:], (4 * dim, 4), strict=True)
-        side_by_side = all(stride == wanted or n < 2 for stride, n, wanted in sizes)
-        if dim != self.head_dim or self.kv_heads < 1 or heads % self.kv_heads or not side_by_side:
+        side_by_side = rows == 0 or all(stride == wanted or n < 2 for stride, n, wanted in sizes)
+        kv_heads = whole(self.kv_heads, "kv_heads")
+        if dim != self.head_dim or kv_heads < 1 or heads % kv_heads or not side_by_side:
             raise ConfigError(
                 f"queries has shape {queries.shape} and strides {queries.strides}: give heads side by"
-                f" side, a multiple of {self.kv_heads}, of dimension {self.head_dim}"
+                f" side, a multiple of {kv_heads}, of dimension {self.head_dim}"
             )
         ffi, lib = native.load()
         out = np.empty((rows, heads, dim), np.float32)
@@ -92,8 +94,8 @@ class PagedKV(NamedTuple):
                 "page_stride": self.stride_bytes,
                 "value_offset": self.value_offset,
                 "pages": self.pages,
-                "kv_heads": self.kv_heads,
-                "group": heads // self.kv_heads,
+                "kv_heads": kv_heads,
+                "group": heads // kv_heads,
                 "head_dim": dim,
                 "block_tokens": self.block_tokens,
                 "scale": scale,

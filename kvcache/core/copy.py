@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError
+from kvcache.core.values import shown
 
 __all__ = ["RANGE", "CopySegment", "PageCopy", "copy_pages", "copy_path", "cores"]
 
@@ -57,18 +58,23 @@ class PageCopy:
 
     def __init__(self, segments: Sequence[CopySegment]) -> None:
         self._ffi, self._lib = native.load()
-        rows = [
-            [
-                segment.source_address,
-                segment.target_address,
-                segment.source_stride_bytes,
-                segment.target_stride_bytes,
-                segment.length_bytes,
-                segment.source_pages,
-                segment.target_pages,
+        try:
+            rows = [
+                [
+                    segment.source_address,
+                    segment.target_address,
+                    segment.source_stride_bytes,
+                    segment.target_stride_bytes,
+                    segment.length_bytes,
+                    segment.source_pages,
+                    segment.target_pages,
+                ]
+                for segment in segments
             ]
-            for segment in segments
-        ]
+        except (AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"segments is {shown(segments)}: give a list of CopySegment"
+            ) from error
         self._count = len(rows)
         self._segments = native.new("kvc_segment[]", rows)
 
@@ -110,9 +116,13 @@ class PageCopy:
         plan, (source, _) = self._plan(source_pages, target_pages)
         room = self._count * len(source)
         found = np.empty(room, RANGE) if out is None else out
-        if found.dtype != RANGE or found.ndim != 1 or len(found) < room:
+        if not isinstance(found, np.ndarray):
+            raise ConfigError(f"out is {shown(found)}: give an array of {room} of copy.RANGE")
+        usable = found.flags.c_contiguous and found.flags.writeable
+        if found.dtype != RANGE or found.ndim != 1 or len(found) < room or not usable:
             raise ConfigError(
-                f"out is {found.dtype} of shape {found.shape}: give {room} or more of copy.RANGE"
+                f"out is {found.dtype} of shape {found.shape} and strides {found.strides}: give {room} or"
+                " more of copy.RANGE, contiguous, writeable"
             )
         count = self._ffi.new("int64_t*")
         buffer = self._ffi.from_buffer("kvc_range[]", found, require_writable=True)

@@ -123,6 +123,8 @@ def test_no_rows_see_nothing() -> None:
     rig = Rig(5, 1, 2)
     none = {name: getattr(rig, name)[:0] for name in ("queries", "block_tables", "begin", "end")}
     assert rig.attend(**none).shape == (0, KV_HEADS * GROUP, DIM)
+    none |= {"queries": np.zeros((0, KV_HEADS * GROUP, DIM), np.float32)}  # all strides are 0
+    assert rig.attend(**none).shape == (0, KV_HEADS * GROUP, DIM)
 
 
 def test_what_lies_past_the_end_of_a_row_is_not_read() -> None:
@@ -189,6 +191,7 @@ def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
         ({"block_tokens": 2**30}, "at most 1073741824 elements"),
         ({"block_tokens": 0}, "must be above 0"),
         ({"kv_heads": 0}, "a multiple of 0"),
+        ({"kv_heads": None}, "kv_heads is None: it must be a whole number"),
         ({"pages": 2**63}, "does not fit"),
     ],
 )

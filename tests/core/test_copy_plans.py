@@ -97,6 +97,19 @@ def test_moves_may_be_written_to_an_array_that_is_there() -> None:
     for wrong in (np.zeros(2, RANGE), np.zeros(5, np.int64), np.zeros((5, 1), RANGE)):
         with pytest.raises(ConfigError, match=r"give 3 or more of copy\.RANGE"):
             copy.ranges([0, 1, 5], [3, 4, 0], out=wrong)
+    sealed = np.zeros(5, RANGE)
+    sealed.flags.writeable = False
+    for wrong in (sealed, np.zeros(9, RANGE)[::2], np.zeros(5, RANGE)[::-1]):
+        with pytest.raises(ConfigError, match=r"copy\.RANGE, contiguous, writeable"):
+            copy.ranges([0, 1, 5], [3, 4, 0], out=wrong)
+    with pytest.raises(ConfigError, match=r"out is \[1\]: give an array of 3"):
+        copy.ranges([0, 1, 5], [3, 4, 0], out=[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("segments", [[1], None, 7, [None]])
+def test_what_is_no_segment_is_named(segments: Any) -> None:
+    with pytest.raises(ConfigError, match="segments"):
+        PageCopy(segments)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 256])

@@ -1,0 +1,26 @@
+// Threads for one call: they live as long as it, so that there is none to wake, to lose at a fork, or to end unnoticed.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <thread>
+#include <vector>
+
+namespace kvc {
+
+constexpr int32_t kMostThreads = 256;  // that a caller may ask for
+
+// Runs `work()`, which must not throw, on so many threads, the caller's among them, and returns when all have ended. Where no
+// more threads are to be had, those that there are do it: `work` takes pieces until none is left.
+template <typename Work>
+void work_together(int64_t threads, const Work& work) noexcept {
+    std::vector<std::jthread> others;
+    try {
+        for (int64_t i = 1; i < threads; ++i) others.emplace_back([&work] { work(); });
+    } catch (const std::exception&) {
+    }
+    work();
+}
+
+}  // namespace kvc
