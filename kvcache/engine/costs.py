@@ -186,7 +186,8 @@ def hit_bytes(
 ) -> LoadBytes:
     """Most bytes that a load brings for a hit at `end`, where the full groups have `begin` tokens.
 
-    Spans and states are counted whole: what of them is on the device is not known.
+    They may have more than `end`: then they load nothing. Spans and states are counted whole: what
+    of them is on the device is not known.
 
     Args:
         far: of each group's keys, 1 where only a tier below has it; None: nowhere.
@@ -195,7 +196,8 @@ def hit_bytes(
     for group, rules in enumerate(geometry.rules):
         span, size = geometry.block_tokens[group], geometry.groups[group].page_bytes
         if rules.kind == "full":
-            first, last = begin // span, end // span
+            last = end // span
+            first = min(begin // span, last)
         elif rules.kind == "span":
             first, last = rules.need_begin(end) // span, -(-end // span)
         elif rules.kind == "state":

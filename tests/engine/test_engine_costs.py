@@ -93,6 +93,7 @@ def test_what_a_hit_takes_is_full_blocks_a_window_and_a_state() -> None:
     full, window, state = (g.page_bytes for g in geometry.groups)
     assert hit_bytes(geometry, 0, 160) == (10 * full + 2 * window + state, 0)
     assert hit_bytes(geometry, 96, 160) == (4 * full + 2 * window + state, 0)
+    assert hit_bytes(geometry, 192, 160) == (2 * window + state, 0)  # full groups reach farther
     far = [np.zeros(12, np.uint8) for _ in range(3)]
     far[0][[0, 6, 9, 10]] = 1  # of which the hit takes two where 96 tokens are there
     far[1][[7, 9]] = 1
