@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.connectors.base import Connector, PageRegion
+from kvcache.connectors.base import Connector, arena_regions
 from kvcache.connectors.chain import ChainConnector
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.disk import DiskConnector
@@ -73,8 +73,8 @@ class Rig:
         self._manager = Manager(
             self._geometry, slabs=slabs, retention=Dense(), fingerprint=name, seed=seed
         )
-        region = PageRegion(self._arena.ctypes.data, page_bytes, count, stride)
-        self._offload = Offload(self._manager, connector, [region])
+        regions = arena_regions(self._geometry, self._arena.ctypes.data, slabs)
+        self._offload = Offload(self._manager, connector, regions)
 
     def _connector(self, tier: str, folder: Path, name: Fingerprint) -> Connector:
         geometry, pages = self._geometry, self._pages

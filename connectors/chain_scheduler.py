@@ -43,6 +43,7 @@ from kvcache.connectors.key_events import KeyEvent, KeysLost
 from kvcache.connectors.pool_records import signature_of
 from kvcache.connectors.slots_aside import NO_SPACE
 from kvcache.connectors.tier_counts import count_result
+from kvcache.connectors.tier_stats import GroupFill
 
 
 class ChainScheduler(TierScheduler):
@@ -341,6 +342,7 @@ class ChainScheduler(TierScheduler):
             used_bytes=upper.used_bytes + lower.used_bytes,
             pinned_pages=upper.pinned_pages + lower.pinned_pages - self.descents.held_pages,
             evicted_pages=upper.evicted_pages + lower.evicted_pages,
+            groups=_sums(upper.groups, lower.groups),
             ready_bytes=upper.ready_bytes + lower.ready_bytes,
             not_ready=upper.not_ready or lower.not_ready,
             busy_calls=upper.busy_calls + lower.busy_calls,
@@ -366,3 +368,8 @@ class ChainScheduler(TierScheduler):
         below = [it.read.id for it in ascents] + written
         require_same("upper", self._upper.open_work(), list(self._promises), above)
         require_same("lower", self._lower.open_work(), asked, below)
+
+
+def _sums(upper: Sequence[GroupFill], lower: Sequence[GroupFill]) -> tuple[GroupFill, ...]:
+    """Of each group in both tiers; what the lower one does not tell is left out."""
+    return tuple(a + b for a, b in zip(upper, lower, strict=True)) if lower else tuple(upper)

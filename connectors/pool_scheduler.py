@@ -35,6 +35,7 @@ from kvcache.connectors.pool_records import Part, Plan, parts_of
 from kvcache.connectors.pool_spaces import PoolSpaces
 from kvcache.connectors.slots_aside import NO_SPACE, SlotsAside
 from kvcache.connectors.tier_counts import count_result
+from kvcache.connectors.tier_stats import GroupFill
 from kvcache.core.errors import InvariantError
 from kvcache.core.pool import PagePool, Pool, PoolBusyError
 from kvcache.core.values import index_seed
@@ -300,16 +301,18 @@ class PoolScheduler(TierScheduler):
     def stats(self) -> TierStats:
         """A copy of the counters, with the present fill."""
         out = replace(self._counts, errors=dict(self._counts.errors))
-        for pool, slot_bytes in zip(self._pools, self._slot_bytes, strict=True):
+        for pool, aside, slot_bytes in zip(
+            self._pools, self._aside.slots, self._slot_bytes, strict=True
+        ):
             fill = pool.stats()
-            out.used_bytes += (fill.cached + fill.held) * slot_bytes
-            out.pinned_pages += fill.held
+            held = fill.held - len(aside)  # those hold nothing
+            used = fill.cached + held
+            out.groups += (GroupFill(pool.capacity, used, fill.evictions),)
+            out.used_bytes += used * slot_bytes
+            out.pinned_pages += held
             out.evicted_pages += fill.evictions
         if self._chunks is not None:
             out.ready_bytes, out.not_ready = self._chunks.ready_bytes, self._chunks.error
-        for slots, slot_bytes in zip(self._aside.slots, self._slot_bytes, strict=True):
-            out.pinned_pages -= len(slots)  # they hold nothing
-            out.used_bytes -= len(slots) * slot_bytes
         return out
 
     def check(self) -> None:

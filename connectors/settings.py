@@ -192,7 +192,8 @@ def require_regions(
             raise ConfigError(
                 f"register: the region of group {name!r} has {region.pages} pages of"
                 f" {region.page_bytes} bytes, {region.step_bytes} apart, at address"
-                f" {region.address}: it needs pages of"
-                f" {size} bytes, as the geometry says"
+                f" {region.address}: it needs pages of {size} bytes,"
+                f" {size // max(len(region.parts), 1)} or more apart, at an address that is not 0"
+                " (arena_regions gives such ones)"
             )
     return tuple(regions)

@@ -5,6 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
+@dataclass(frozen=True, slots=True)
+class GroupFill:
+    """Slots of one group. A group of a hybrid that evicts alone has too few: see `docs/tiers.md`."""
+
+    slots: int
+    used_slots: int
+    evicted_pages: int
+
+    def __add__(self, other: GroupFill) -> GroupFill:
+        return GroupFill(
+            self.slots + other.slots,
+            self.used_slots + other.used_slots,
+            self.evicted_pages + other.evicted_pages,
+        )
+
+
 @dataclass(slots=True)
 class TierStats:
     """Counters since the start, and the present fill."""
@@ -34,5 +50,7 @@ class TierStats:
     """Of memory that processes share: calls that were not made, as a process is stopped in one."""
     repairs: int = 0
     """How often its tables were made anew after a death in the middle of a change."""
+    groups: tuple[GroupFill, ...] = ()
+    """Of a tier that has slots, for each group."""
     errors: dict[str, int] = field(default_factory=dict)
     """Transfers that ended with an error, by its kind."""

@@ -125,7 +125,7 @@ def test_the_arena_in_memory_is_what_every_class_sees(repo_root: Path) -> None:
         "arena_bytes": 1 << 20,
         "g": 2,
         "np": np,
-        **{n: getattr(kvcache, n) for n in ("Geometry", "Manager", "PageRegion", "Sparse")},
+        **{n: getattr(kvcache, n) for n in ("Geometry", "Manager", "Sparse", "arena_regions")},
     }
     exec(compile(code, "memory.md", "exec"), names)  # noqa: S102
     arena, pages = names["arena"], names["pages"]
@@ -133,7 +133,9 @@ def test_the_arena_in_memory_is_what_every_class_sees(repo_root: Path) -> None:
     assert isinstance(pages, np.ndarray)
     assert pages.shape == (len(arena) // 4096, 4096)
     assert np.shares_memory(arena, pages)
-    assert names["region"] == kvcache.PageRegion(arena.ctypes.data, 4096, len(pages), 4096)
+    regions = names["regions"]
+    assert isinstance(regions, list)
+    assert regions[2] == kvcache.PageRegion(arena.ctypes.data, 4096, len(pages), 4096)
 
 
 def test_the_steps_in_architecture_run(repo_root: Path) -> None:
@@ -170,7 +172,7 @@ def test_the_steps_in_architecture_run(repo_root: Path) -> None:
 
 def test_the_models_in_engine_do_what_it_says(repo_root: Path) -> None:
     codes = snippets(repo_root / "docs" / "engine.md")
-    assert len(codes) == 3
+    assert len(codes) == 4
     for code in codes:
         exec(compile(code, "engine.md", "exec"), {})  # noqa: S102
 

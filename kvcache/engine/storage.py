@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcache.connectors.base import PageRegion
+from kvcache.connectors.base import PageRegion, arena_regions
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
 
@@ -135,7 +135,5 @@ class PagedStorage:
 
     def regions(self) -> list[PageRegion]:
         """Where the pages of each group are; valid while this object lives."""
-        return [
-            PageRegion(raw.data_ptr(), spec.page_bytes, len(raw), raw.stride(0))
-            for raw, spec in zip(self.raw, self.geometry.groups, strict=True)
-        ]
+        slabs = len(self.arena) // self.geometry.slab_bytes
+        return arena_regions(self.geometry, self.arena.data_ptr(), slabs)

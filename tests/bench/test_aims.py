@@ -51,6 +51,21 @@ def test_what_fails_ends_with_1_and_what_misses_only_where_that_is_required(
     assert json.loads(capsys.readouterr().out) == report
 
 
+def test_a_quick_run_is_not_held_against_the_aims(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(bench.BENCHES, "copy", lambda *_: ({"missed": ["x"]}, ["a line"]))
+    assert cli.main(["bench", "copy", "--quick"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "a line"
+    assert "missed: x" not in lines
+    assert "for full size" in lines[-1]
+    assert cli.main(["bench", "copy", "--quick", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {}
+    assert cli.main(["bench", "copy", "--quick", "--require"]) == 2
+    assert "leave out --quick" in capsys.readouterr().err
+
+
 def test_only_what_has_aims_can_be_required_to_reach_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,10 @@ def test_each_tier_counts_its_own_part_of_a_load(tmp_path: Path) -> None:
         assert upper.load_seconds > 0
         assert lower.load_seconds > 0
         whole = r.scheduler.stats()
+        sizes = [group.page_bytes for group in r.setup.geometry.groups]
+        for stats in (upper, lower, whole):
+            used = [group.used_slots for group in stats.groups]
+            assert stats.used_bytes == sum(map(operator.mul, used, sizes)) > 0
         assert whole.load_seconds == pytest.approx(upper.load_seconds + lower.load_seconds)
         assert whole.loaded_bytes == upper.loaded_bytes + lower.loaded_bytes
         r.lookup(2, keys)

@@ -104,7 +104,9 @@ class ChainMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sunk)
     @rule(chance=st.floats(0, 0.999))
     def lose_a_file(self, chance: float) -> None:
-        path = page_paths(self.folder)[int(chance * len(page_paths(self.folder)))]
+        assert self.rig.worker.flush(PATIENCE)  # the background moves files
+        paths = page_paths(self.folder)
+        path = paths[int(chance * len(paths))]
         path.write_bytes(path.read_bytes()[:-1])
         self.restart()
         self.sunk = self.visible(1)

@@ -38,6 +38,7 @@ GEOMETRY = one_group(64)
         ),
         ([PageRegion(4096, 64, 0)], "0 pages"),
         ([PageRegion(0, 64, 4)], "address 0"),
+        ([PageRegion(4096, 64, 4, 32)], "32 apart.* 64 or more apart.*arena_regions"),
     ],
 )
 def test_regions_that_do_not_fit_the_geometry_are_refused(

@@ -18,7 +18,7 @@ from tiers.stamp_engine import (
     text,
 )
 
-from kvcache.connectors.base import KEYED_DTYPE, KeyedPages, PageRegion
+from kvcache.connectors.base import KEYED_DTYPE, KeyedPages, PageRegion, arena_regions
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.driver import Offload
 from kvcache.connectors.testing import Setup, rig
@@ -262,6 +262,12 @@ def test_regions_must_cover_the_pools() -> None:
     with pytest.raises(ConfigError, match=r"arena .* is UNLIMITED: give Manager\(slabs=geometry"):
         Offload(endless, connector, [PageRegion(64, sizes[0], 10), PageRegion(64, sizes[1], 4)])
     connector.worker.close()
+
+
+def test_regions_of_an_arena_are_what_each_group_sees_of_it() -> None:
+    with engine() as e:
+        slabs = len(e.arena) // GEOMETRY.slab_bytes
+        assert arena_regions(GEOMETRY, e.arena.ctypes.data, slabs) == e.regions()
 
 
 def test_a_load_is_started_once() -> None:

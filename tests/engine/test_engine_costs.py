@@ -118,6 +118,8 @@ def seconds_of(speeds: Speeds, seed: int, states: int, loads: str) -> tuple[floa
         sessions = [tokens(rng.randrange(40, 400), i) for i in range(8)]
         for prompt in sessions:
             assert generate(r.engine, prompt, 1).tokens == expected_output(prompt, 1)
+            assert r.offload is not None
+            assert r.offload.drain(DRAIN_SECONDS)  # a slow store loses what the next one evicts
         begin, first = r.runner.clock.now, 0.0
         for _ in range(40):
             evict_all(r)
@@ -243,13 +245,11 @@ def test_a_try_is_paid_for_when_its_load_begins_not_when_it_is_considered() -> N
         assert not costs.affords(excess)
 
 
-@pytest.mark.parametrize("slow", [False, True])
-def test_a_real_copy_that_is_held_back_is_not_waited_for(slow: bool) -> None:
+def test_a_real_copy_that_is_held_back_is_not_waited_for() -> None:
     """The real connector; its copies take a fixed time for each call, loads and stores alike."""
 
     def copy(*args: Any) -> None:
-        if slow:
-            time.sleep(0.03)  # the fault: a slow device
+        time.sleep(0.03)  # the fault: a slow device
         native_copy(*args)
 
     with rig([24], tier_pages=[64], tier={"copy": copy, "batch_bytes": 384}, loads="auto") as r:
@@ -258,7 +258,7 @@ def test_a_real_copy_that_is_held_back_is_not_waited_for(slow: bool) -> None:
             result = generate(r.engine, prompt, 2)
             assert result.tokens == expected_output(prompt, 2)
             evict_all(r)
-        assert (r.engine.counters.computed_instead_tokens > 0) == slow
+        assert r.engine.counters.computed_instead_tokens > 0
         assert r.engine.counters.restored_tokens > 0
         assert r.held == 0
         assert r.offload is not None
