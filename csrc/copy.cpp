@@ -34,10 +34,9 @@ class Copy {
     }
 
     void run(int32_t threads) {
-        const uint64_t worth = std::max<uint64_t>(1, total_ / kThreadBytes);
+        const auto worth = static_cast<int64_t>(total_ / kThreadBytes);
         if (threads > 1 && worth > 1) threads = std::min(threads, kvc::cores());
-        kvc::work_together(static_cast<int64_t>(std::min<uint64_t>(static_cast<uint64_t>(threads), worth)),
-                           [this] { work(); });
+        kvc::work_together(std::min<int64_t>(threads, worth), [this] { work(); });
     }
 
   private:
