@@ -371,5 +371,5 @@ class ChainScheduler(TierScheduler):
 
 
 def _sums(upper: Sequence[GroupFill], lower: Sequence[GroupFill]) -> tuple[GroupFill, ...]:
-    """Of each group in both tiers; what the lower one does not tell is left out."""
-    return tuple(a + b for a, b in zip(upper, lower, strict=True)) if lower else tuple(upper)
+    """Of each group in both tiers; nothing where one of them does not tell."""
+    return tuple(a + b for a, b in zip(upper, lower, strict=True)) if upper and lower else ()

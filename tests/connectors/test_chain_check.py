@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,19 @@ def test_each_tier_counts_its_own_part_of_a_load(tmp_path: Path) -> None:
         assert (upper.loaded_pages, lower.loaded_pages) == (6, 2)
         assert lower.errors == {"Missing": 1}
         assert (lower.failed_pages, lower.gone_pages) == (1, 1)
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_chain_tells_no_groups_where_a_tier_tells_none(
+    tmp_path: Path, silent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rig(lambda s: host_over_disk(s, tmp_path)) as r:
+        tier = tiers(r)[silent].scheduler
+        stats = tier.stats()
+        monkeypatch.setattr(tier, "stats", lambda: replace(stats, groups=()))
+        assert r.scheduler.stats().groups == ()
+        monkeypatch.undo()
+        assert [group.slots for group in r.scheduler.stats().groups] == [
+            sum(t.scheduler.stats().groups[g].slots for t in tiers(r))
+            for g in range(len(r.setup.geometry.groups))
+        ]
