@@ -55,7 +55,7 @@ sanitize-%: $(READY)
 soak: SCALE := 10
 soak: $(MODEL)  ## ten times more of every random test, and with slow copies: an hour or so
 	KVCACHE_TEST_SCALE=$(SCALE) $(BIN)/python -m pytest $(WORKERS) --timeout=3600 $(ARGS)
-	$(BIN)/python -m pytest $(WORKERS) -p slow_copies tests/engine tests/connectors
+	$(BIN)/python -m pytest $(WORKERS) --timeout=3600 -p slow_copies tests/engine tests/connectors $(ARGS)
 	$(MAKE) sanitize SCALE=$(SCALE)
 
 mutate: $(READY)  ## small faults, one at a time, each of which a test must notice (options: ARGS="...")

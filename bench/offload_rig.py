@@ -73,7 +73,7 @@ class Rig:
         self._manager = Manager(
             self._geometry, slabs=slabs, retention=Dense(), fingerprint=name, seed=seed
         )
-        regions = arena_regions(self._geometry, self._arena.ctypes.data, slabs)
+        regions = arena_regions(self._geometry, address=self._arena.ctypes.data, slabs=slabs)
         self._offload = Offload(self._manager, connector, regions)
 
     def _connector(self, tier: str, folder: Path, name: Fingerprint) -> Connector:

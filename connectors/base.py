@@ -42,7 +42,7 @@ from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.layout import Geometry
 from kvcache.core.records import KEYED_DTYPE
-from kvcache.core.values import whole
+from kvcache.core.values import shown, whole
 
 __all__ = [
     "KEYED_DTYPE",
@@ -192,13 +192,18 @@ class PageRegion:
         return self.parts or ((self.address,),)
 
 
-def arena_regions(geometry: Geometry, address: int, slabs: int) -> list[PageRegion]:
+def arena_regions(geometry: Geometry, *, address: int, slabs: int) -> list[PageRegion]:
     """Where the pages of each group lie in one arena, as `Offload` takes it.
 
     Args:
         address: of the arena's first byte.
         slabs: that it has, of `geometry.slab_bytes` each.
+
+    Raises:
+        ConfigError: no geometry, no whole number, or no slab.
     """
+    if not isinstance(geometry, Geometry):
+        raise ConfigError(f"geometry is {shown(geometry)}: give a Geometry")
     address, slabs = whole(address, "address"), whole(slabs, "slabs", least=1)
     return [
         PageRegion(

@@ -306,7 +306,7 @@ class PoolScheduler(TierScheduler):
         ):
             fill = pool.stats()
             held = fill.held - len(aside)  # those hold nothing
-            used = fill.cached + held
+            used = max(0, fill.cached + held)  # those of a busy shared pool are not of one moment
             out.groups += (GroupFill(pool.capacity, used, fill.evictions),)
             out.used_bytes += used * slot_bytes
             out.pinned_pages += held

@@ -183,6 +183,12 @@ def require_regions(
                 f"register: pages of group {name!r} lie in {len(region.parts)} parts, and this"
                 " connector moves whole ones only"
             )
+        if region.parts:
+            place = f"{len(region.parts)} parts, at {list(region.places)}"
+            needs = "none of them at 0, and at least one address for each"
+        else:
+            place = f"address {region.address}"
+            needs = "at an address that is not 0 (arena_regions gives such ones)"
         if (
             region.page_bytes != size
             or region.step_bytes < region.part_bytes
@@ -191,9 +197,7 @@ def require_regions(
         ):
             raise ConfigError(
                 f"register: the region of group {name!r} has {region.pages} pages of"
-                f" {region.page_bytes} bytes, {region.step_bytes} apart, at address"
-                f" {region.address}: it needs pages of {size} bytes,"
-                f" {size // max(len(region.parts), 1)} or more apart, at an address that is not 0"
-                " (arena_regions gives such ones)"
+                f" {region.page_bytes} bytes, {region.step_bytes} apart, at {place}: it needs pages"
+                f" of {size} bytes, {size // max(len(region.parts), 1)} or more apart, {needs}"
             )
     return tuple(regions)

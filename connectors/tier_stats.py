@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class GroupFill:
-    """Slots of one group. A group of a hybrid that evicts alone has too few: see `docs/tiers.md`."""
+    """Slots of one group. A group of a hybrid that evicts alone has too few: see `docs/tiers.md`.
+
+    Of a chain both tiers together: each tier's own is in the `stats()` of its own scheduler. A group
+    that no tier keeps (private to a request) always has room.
+    """
 
     slots: int
     used_slots: int

@@ -12,7 +12,7 @@ namespace kvc {
 constexpr int32_t kMostThreads = 256;  // that a caller may ask for
 
 // Runs `work()`, which must not throw, on so many threads, the caller's among them, and returns when all have ended. Where no
-// more threads are to be had, those that there are do it: `work` takes pieces until none is left.
+// more threads are to be had, those that there are do it, the caller alone if need be: `work` takes pieces until none is left.
 template <typename Work>
 void work_together(int64_t threads, const Work& work) noexcept {
     std::vector<std::jthread> others;

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache import CapacityError, FullAttention, Geometry, Manager, Sparse
-from kvcache.connectors.base import PageRegion
+from kvcache import CapacityError, FullAttention, Geometry, Manager, Sparse, arena_regions
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.driver import Offload
 
@@ -19,7 +18,7 @@ kv = FullAttention(name="kv", layers=1, kv_heads=1, head_dim=1, block_tokens=BLO
 geometry = Geometry((kv,))
 memory = np.zeros((PAGES, BLOCK), np.int64)  # kv.page_bytes each: K and V, 4 bytes, 16 tokens
 manager = Manager(geometry, slabs=PAGES, retention=Sparse())  # one kind of page: a slab each
-regions = [PageRegion(memory.ctypes.data, kv.page_bytes, PAGES)]
+regions = arena_regions(geometry, address=memory.ctypes.data, slabs=PAGES)
 offload = Offload(manager, CpuConnector(geometry, pages=[64]), regions)
 
 

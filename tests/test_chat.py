@@ -149,7 +149,7 @@ def test_a_conversation_survives_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = ("--disk", str(tmp_path / "chats"))
-    unbroken = talk(monkeypatch, capsys, "one\ntwo\n/new\nother\n/go 1\nthree\n")["turns"]
+    unbroken = talk(monkeypatch, capsys, "one\ntwo\n/new\nother\n/go 01\nthree\n")["turns"]
     first = talk(monkeypatch, capsys, "one\ntwo\n/new\nother\n/go 1\n", *folder)
     assert [t["conversation"] for t in first["turns"]] == [1, 1, 2]
     assert first["conversations"] == 2
@@ -470,7 +470,7 @@ def test_the_first_layers_of_smollm2_guess_for_it(
     assert "capital of France" in answers[0]
 
 
-@pytest.mark.parametrize("number", ["0", "2", "x", "9" * 5000])
+@pytest.mark.parametrize("number", ["0", "2", "02", "-1", "", "x", "9" * 5000])
 def test_a_conversation_that_is_not_there_is_one_line_and_exit_2(
     number: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

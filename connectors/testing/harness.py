@@ -186,6 +186,12 @@ class Gate:
             if not self._changed.wait_for(lambda: self._reached >= count, PATIENCE_SECONDS):
                 raise ContractError("the worker began no copy: before_copy was not called")
 
+    @property
+    def reached(self) -> int:
+        """How many copies have come to the gate since it was shut."""
+        with self._changed:
+            return self._reached
+
     def let_one(self) -> None:
         """Let one copy through, and wait until another stands at the gate."""
         with self._changed:
@@ -199,7 +205,10 @@ class Gate:
         with self._changed:
             self._reached += 1
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._is_open or self._passes, PATIENCE_SECONDS):
+            # Longer than anybody waits for a result: it is opened before, or something is wrong.
+            if not self._changed.wait_for(
+                lambda: self._is_open or self._passes, 2 * PATIENCE_SECONDS
+            ):
                 raise TimeoutError("the gate was never opened")
             self._passes -= not self._is_open
 

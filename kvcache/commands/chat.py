@@ -234,10 +234,11 @@ class _Talk:
             self.say(f"{self._place()}\n")
         elif word == "/go":
             count = len(self._conversations)
+            number = rest.lstrip("0")
             digits = len(str(count))
-            if not rest.isdecimal() or len(rest) > digits or not 1 <= int(rest) <= count:
+            if not number.isdecimal() or len(number) > digits or int(number) > count:
                 raise InputError(f"/go {shown(rest)[1:-1]}: there are conversations 1 to {count}")
-            self._current = int(rest) - 1
+            self._current = int(number) - 1
             self.say(f"{self._place()}: {len(self._conversation.messages) // 2} turns\n")
         else:
             self._answer(line)

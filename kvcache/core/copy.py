@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvcache.core import arrays, native
 from kvcache.core.errors import ConfigError
-from kvcache.core.values import shown
+from kvcache.core.values import sequence, shown
 
 __all__ = ["RANGE", "CopySegment", "PageCopy", "copy_pages", "copy_path", "cores"]
 
@@ -58,23 +58,18 @@ class PageCopy:
 
     def __init__(self, segments: Sequence[CopySegment]) -> None:
         self._ffi, self._lib = native.load()
-        try:
-            rows = [
-                [
-                    segment.source_address,
-                    segment.target_address,
-                    segment.source_stride_bytes,
-                    segment.target_stride_bytes,
-                    segment.length_bytes,
-                    segment.source_pages,
-                    segment.target_pages,
-                ]
-                for segment in segments
+        rows = [
+            [
+                segment.source_address,
+                segment.target_address,
+                segment.source_stride_bytes,
+                segment.target_stride_bytes,
+                segment.length_bytes,
+                segment.source_pages,
+                segment.target_pages,
             ]
-        except (AttributeError, TypeError) as error:
-            raise ConfigError(
-                f"segments is {shown(segments)}: give a list of CopySegment"
-            ) from error
+            for segment in sequence(segments, "segments", of=CopySegment)
+        ]
         self._count = len(rows)
         self._segments = native.new("kvc_segment[]", rows)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.connectors.base import PageRegion
+from kvcache.connectors.base import PageRegion, arena_regions
 from kvcache.connectors.driver import Offload
 from kvcache.core.errors import CapacityError
 from kvcache.core.manager import Manager
@@ -101,11 +101,7 @@ class SimulatedRunner:
 
     def regions(self, slabs: int) -> list[PageRegion]:
         """Device pages of each group for a tier that copies no bytes: they have no address."""
-        geometry = self.geometry
-        return [
-            PageRegion(0, group.page_bytes, slabs * geometry.pages_per_slab[c])
-            for group, c in zip(geometry.groups, geometry.class_of_group, strict=True)
-        ]
+        return arena_regions(self.geometry, address=0, slabs=slabs)
 
 
 class SimulatedEngine(Engine):

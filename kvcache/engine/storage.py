@@ -136,4 +136,4 @@ class PagedStorage:
     def regions(self) -> list[PageRegion]:
         """Where the pages of each group are; valid while this object lives."""
         slabs = len(self.arena) // self.geometry.slab_bytes
-        return arena_regions(self.geometry, self.arena.data_ptr(), slabs)
+        return arena_regions(self.geometry, address=self.arena.data_ptr(), slabs=slabs)

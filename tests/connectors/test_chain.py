@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 from tiers import chain_process
 from tiers.chain_pieces import host_over_disk, tiers, tiers_of
 from tiers.disk_pieces import MODEL, disk, page_paths, temporaries
+from tiers.late import pass_deadlines
 from tiers.pieces import PATIENCE, one_group, region
 
 from kvcache.connectors.base import TierWorker
@@ -150,18 +151,28 @@ def test_what_is_evicted_before_its_turn_is_counted(tmp_path: Path) -> None:
         assert r.pinned() == 0
 
 
-def test_a_late_read_keeps_its_slots_until_it_ends(tmp_path: Path) -> None:
+def test_a_late_read_keeps_its_slots_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = chain("a", 3)
     with rig(lambda s: host_over_disk(s, tmp_path)) as r:
         r.store(keys)
         assert r.worker.flush(PATIENCE)
-    gate = Gate()
-    setup = Setup(before_copy=gate)
+    gate, begun = Gate(), threading.Event()
+
+    def before_copy() -> None:
+        begun.set()
+        gate()
+
+    setup = Setup(before_copy=before_copy)
     with rig(lambda s: host_over_disk(s, tmp_path, gate_disk=True, host_pages=HOST), setup) as r:
         gate.shut()
         assert all(r.lookup(1, keys))
-        transfer = replace(r.plan_load(1, keys), deadline_seconds=0.02)
+        transfer = r.plan_load(1, keys)
         r.submit(transfer)
+        while not begun.is_set():  # slots first, then the read, which a poll begins
+            assert not r.worker.wait(0.01)
+        pass_deadlines(monkeypatch)
         late = r.next_result()
         assert late.late
         assert not late.ok.any()

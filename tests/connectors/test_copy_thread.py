@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiers import fork_process
+from tiers.late import pass_deadlines
 from tiers.pieces import PATIENCE, finals, one_group, transfer, worker_of
 
 from kvcache.connectors.base import (
@@ -22,6 +23,7 @@ from kvcache.connectors.base import (
     PageRegion,
 )
 from kvcache.connectors.cpu import CpuConnector, native_copy
+from kvcache.connectors.settings import require_regions
 from kvcache.connectors.testing import Gate
 from kvcache.core.errors import ConfigError, MisuseError
 
@@ -50,6 +52,12 @@ def test_regions_that_do_not_fit_the_geometry_are_refused(
     with pytest.raises(MisuseError, match="before register"):
         worker.submit(transfer(1, Direction.LOAD, [0], [0]))
     worker.close()
+
+
+def test_parts_that_have_no_address_are_named() -> None:
+    region = PageRegion(0, 64, 4, parts=((4096,), (0,)))
+    with pytest.raises(ConfigError, match=r"32 apart, at 2 parts, at .*4096.* none of them at 0"):
+        require_regions(["a"], [64], [region], parts=True)
 
 
 def test_register_is_for_once() -> None:
@@ -101,7 +109,7 @@ def test_a_load_overtakes_a_long_store_between_two_batches() -> None:
     assert all(r.ok.all() for r in results)
 
 
-def test_a_deadline_is_noticed_between_batches() -> None:
+def test_a_deadline_is_noticed_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of a late transfer is not copied; what was copied counts."""
     gate = Gate()
 
@@ -111,7 +119,9 @@ def test_a_deadline_is_noticed_between_batches() -> None:
 
     with worker_of(copy, queue_depth=1) as worker:
         gate.shut()
-        assert worker.submit(transfer(1, Direction.STORE, [0, 1, 2], [0, 1, 2], deadline=0.02))
+        assert worker.submit(transfer(1, Direction.STORE, [0, 1, 2], [0, 1, 2]))
+        gate.wait_reached()
+        pass_deadlines(monkeypatch)
         assert worker.wait(PATIENCE)
         (late,) = worker.poll()
         assert late.late
@@ -121,7 +131,7 @@ def test_a_deadline_is_noticed_between_batches() -> None:
         (final,) = finals(worker, 1)
         assert not final.late
         assert final.ok.tolist() == [1, 0, 0]
-        assert final.error.startswith("Deadline: 0.02 s passed after 1 of 3 batches")
+        assert final.error.startswith(f"Deadline: {PATIENCE} s passed after 1 of 3 batches")
         assert worker.submit(transfer(3, Direction.STORE, [3], [3]))
         finals(worker, 1)
 

@@ -192,7 +192,8 @@ def test_what_one_uses_is_not_old_for_the_other(tmp_path: Path) -> None:
         wait_for("the news", lambda: all(other.visible(chain("b", 7))))
         one.lookup(1, chain("a", 1))
         assert all(one.load(1, chain("a", 1)))
-        time.sleep(0.5)  # two looks of an idle thread
+        one.store(chain("d", 1, 1))
+        wait_for("the news", lambda: all(other.visible(chain("d", 1, 1))))  # and what came before
         other.store(chain("c", 7))
         assert other.visible(chain("a", 1)) == [1]
 

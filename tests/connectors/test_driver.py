@@ -267,7 +267,7 @@ def test_regions_must_cover_the_pools() -> None:
 def test_regions_of_an_arena_are_what_each_group_sees_of_it() -> None:
     with engine() as e:
         slabs = len(e.arena) // GEOMETRY.slab_bytes
-        assert arena_regions(GEOMETRY, e.arena.ctypes.data, slabs) == e.regions()
+        assert arena_regions(GEOMETRY, address=e.arena.ctypes.data, slabs=slabs) == e.regions()
 
 
 def test_a_load_is_started_once() -> None:

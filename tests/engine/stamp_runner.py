@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.connectors.base import PageRegion
+from kvcache.connectors.base import PageRegion, arena_regions
 from kvcache.core.layout import Geometry
 from kvcache.core.specs import FullAttention, RecurrentState, SlidingWindow
 from kvcache.engine.chunk import Chunk
@@ -112,10 +112,8 @@ class StampRunner:
         return [sum(end - start for start, end in step) for step in self.steps]
 
     def regions(self) -> list[PageRegion]:
-        return [
-            PageRegion(m.ctypes.data, spec.page_bytes, len(m), m.strides[0])
-            for m, spec in zip(self.memory, self.geometry.groups, strict=True)
-        ]
+        slabs = self.arena.nbytes // self.geometry.slab_bytes
+        return arena_regions(self.geometry, address=self.arena.ctypes.data, slabs=slabs)
 
     def move_pages(self, moves: NDArray[np.void]) -> None:
         self.moved_pages += len(moves)

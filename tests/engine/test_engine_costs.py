@@ -5,19 +5,23 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from engine.clock import Clock
 from engine.rig import DRAIN_SECONDS, evict_all, generate, rig, tokens
 from engine.simulated import SimulatedRunner, SimulatedWorker, Speeds, simulated
-from engine.stamp_runner import expected_output, stamp_geometry
+from engine.stamp_runner import StampRunner, expected_output, stamp_geometry
 from hypothesis import given, settings, strategies as st
+from numpy.typing import NDArray
 
 from kvcache import ConfigError, Manager, Sparse
 from kvcache.connectors.base import LoadBytes
 from kvcache.connectors.cpu import CpuConnector, native_copy
 from kvcache.connectors.driver import Offload
+from kvcache.engine.chunk import Chunk
 from kvcache.engine.costs import SAMPLES, Costs, Fit, Loads, hit_bytes
 from kvcache.engine.engine import Engine, EngineSettings
 from kvcache.engine.runner import TorchRunner
@@ -252,7 +256,15 @@ def test_a_real_copy_that_is_held_back_is_not_waited_for() -> None:
         time.sleep(0.03)  # the fault: a slow device
         native_copy(*args)
 
-    with rig([24], tier_pages=[64], tier={"copy": copy, "batch_bytes": 384}, loads="auto") as r:
+    clock = Clock()
+
+    class Device(StampRunner):
+        def run(self, chunks: Sequence[Chunk]) -> NDArray[np.int32]:
+            clock.advance(0.001)
+            return super().run(chunks)
+
+    tier = {"copy": copy, "batch_bytes": 384}
+    with rig([24], tier_pages=[64], tier=tier, loads="auto", clock=clock, runner_type=Device) as r:
         prompt = tokens(100, 1)
         for _ in range(6):
             result = generate(r.engine, prompt, 2)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine.clock import Clock
 from engine.rig import FINGERPRINT, evict_all, generate, rig, tokens
 from engine.stamp_runner import StampRunner, expected_output
 from hypothesis import given, settings, strategies as st
@@ -103,16 +104,8 @@ class SlowFiles(PageFiles):
     """The fault: a disk that takes its time to read."""
 
     def read(self, *args: Any) -> NDArray[np.int32]:
-        time.sleep(0.1)
+        time.sleep(0.5)
         return super().read(*args)
-
-
-class SlowRunner(StampRunner):
-    """A device that takes longer than host memory, and not as long as that disk."""
-
-    def run(self, chunks: Sequence[Chunk]) -> NDArray[np.int32]:
-        time.sleep(0.05)
-        return super().run(chunks)
 
 
 @pytest.mark.parametrize("host_first", [False, True])
@@ -120,6 +113,14 @@ def test_a_slow_disk_is_not_waited_for_and_the_host_above_it_is_used(
     tmp_path: Path, host_first: bool
 ) -> None:
     """What one tier has taken says nothing of the other, whichever was measured first."""
+    clock = Clock()
+
+    class Device(StampRunner):
+        """Takes longer than host memory, and not as long as that disk."""
+
+        def run(self, chunks: Sequence[Chunk]) -> NDArray[np.int32]:
+            clock.advance(0.1)  # a prompt takes two steps
+            return super().run(chunks)
 
     def made(geometry: Geometry) -> Connector:
         below = DiskConnector(
@@ -133,7 +134,12 @@ def test_a_slow_disk_is_not_waited_for_and_the_host_above_it_is_used(
         )
         return ChainConnector(CpuConnector(geometry, pages=[256]), below)
 
-    options: dict[str, Any] = {"connector": made, "loads": "auto", "runner_type": SlowRunner}
+    options: dict[str, Any] = {
+        "connector": made,
+        "loads": "auto",
+        "runner_type": Device,
+        "clock": clock,
+    }
     prompts = [tokens(100, i) for i in range(5)]
     with rig([24], **options) as r:
         for prompt in prompts:

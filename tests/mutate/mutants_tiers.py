@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutate.mutant import Mutant
 
+FILL = "tests/connectors/test_group_fill.py::test_"
 DISK = "tests/connectors/test_disk_"
 CHAIN = "tests/connectors/test_chain.py::test_"
 FAILURES = "tests/connectors/test_chain_failures.py::test_"
@@ -77,6 +78,13 @@ TIERS = [
         "                    if ",
         (DISK + "restart.py::test_bytes_of_another_layout_are_never_read",),
         BROKEN,
+    ),
+    Mutant(
+        "every group has the slots of the first",
+        "connectors/pool_scheduler.py",
+        "GroupFill(pool.capacity, ",
+        "GroupFill(self._pools[0].capacity, ",
+        (FILL + "each_group_has_its_slots_its_use_and_its_evictions",),
     ),
     Mutant(
         "a full disk stays as it is",
