@@ -122,9 +122,12 @@ def test_tokens_are_those_of_the_model_alone(
     geometry = joint_geometry(model, helper, draft_tokens)
     slabs = geometry.slabs_needed(110) + 6 if tight else 500
     runner = SpeculativeRunner(model, helper, slabs, draft_tokens=draft_tokens)
-    found, engine = outputs(runner, slabs, prompts, 14, tier_pages)
-    assert found == wanted
-    counters = engine.counters
+    for _ in range(20):  # slow stores may keep requests from running beside each other
+        found, engine = outputs(runner, slabs, prompts, 14, tier_pages)
+        assert found == wanted
+        counters = engine.counters
+        if counters.preemptions or not tight or layers is not FULL:
+            break
     assert counters.proposed_tokens > 0
     assert layers is not FULL or (counters.preemptions > 0) >= tight
     assert (counters.restored_tokens > 0) == (tier_pages > 0)
