@@ -29,13 +29,14 @@ class KeyIndex {
     // Page of a key, kNoPage if there is none.
     int32_t find(const Page* pages, const Digest& digest, uint32_t ns, uint64_t hash) const {
         const uint32_t wanted = mark(hash);
+        uint64_t left = buckets_.size();  // where there are few, keys may have passed all of them
         for (uint64_t b = home(hash);; b = next(b)) {
             const Bucket& bucket = buckets_[b];
             for (uint32_t found = bucket.marked(~page_bits_, wanted); found; found &= found - 1) {
                 const int32_t id = page(bucket.places[std::countr_zero(found)]);
                 if (pages[id].ns == ns && pages[id].digest == digest) return id;
             }
-            if (!bucket.passed) return kNoPage;
+            if (!bucket.passed || !--left) return kNoPage;
         }
     }
     // Brings closer what find() with this hash reads first.

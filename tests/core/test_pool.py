@@ -457,3 +457,19 @@ def test_numbers_of_pages_are_whole_numbers(count: Any) -> None:
 
 def test_more_pages_than_there_are_cost_no_memory_to_ask_for() -> None:
     assert len(PagePool(4).take(2**40)) == 4
+
+
+@pytest.mark.parametrize("capacity", [12, 16, 23, 30, 80])
+def test_a_search_ends_where_keys_have_passed_every_bucket(capacity: int) -> None:
+    """Keys come and go in a small index until none of its buckets tells a search to end."""
+    absent = rows([10**6])
+    for seed in range(40):
+        pool = PagePool(capacity, seed=seed)
+        for number in range(20 * capacity):
+            page = pool.take(1)
+            pool.publish(0, rows([number]), page)
+            pool.release(page)
+            assert pool.present(0, absent).tolist() == [0]
+        kept = range(19 * capacity, 20 * capacity)
+        assert pool.present(0, rows(list(kept))).tolist() == [1] * capacity
+        pool.check()

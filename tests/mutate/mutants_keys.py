@@ -55,6 +55,14 @@ KEYS = [
         ),
     ),
     Mutant(
+        "a search ends only at a bucket that no key has passed",
+        "csrc/key_index.h",
+        "if (!bucket.passed || !--left) return kNoPage;",
+        "if (!bucket.passed || (left > buckets_.size() && !--left)) return kNoPage;",
+        ("tests/core/test_pool.py::test_a_search_ends_where_keys_have_passed_every_bucket",),
+        ("crash", "hang"),
+    ),
+    Mutant(
         "pending keys of a run stay pending",
         "csrc/arena_keys.cpp",
         "            confirm(group, id);\n",
