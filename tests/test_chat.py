@@ -481,10 +481,11 @@ def test_a_conversation_that_is_not_there_is_one_line_and_exit_2(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["chat.json", "lock"])
 def test_a_history_that_is_a_pipe_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    os.mkfifo(tmp_path / "chat.json")
+    os.mkfifo(tmp_path / name)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     assert main([*TINY, "--disk", str(tmp_path)]) == 2
     assert "no plain file" in capsys.readouterr().err

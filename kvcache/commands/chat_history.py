@@ -7,8 +7,11 @@ FOLDER/lock          held while a chat has the folder open
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
+import stat
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,13 +40,13 @@ class ChatHistory:
         self.pages = self.folder / "pages"
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = (self.folder / "lock").open("a")
+            self._lock = _plain_file(self.folder / "lock")
         except OSError as error:
             raise ConfigError(f"--disk {folder}: {error.strerror}: give another folder") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self._lock.close()
+            os.close(self._lock)
             raise ConfigError(
                 f"--disk {folder} is in use by another chat: end it, or give another folder"
             ) from error
@@ -57,7 +60,7 @@ class ChatHistory:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._lock.close()
+        os.close(self._lock)
 
     def load(self) -> tuple[list[Conversation], int]:
         """All conversations, and the index of the one that goes on; none of a new folder."""
@@ -117,3 +120,13 @@ class ChatHistory:
             ],
         }
         write_atomically(self.file, json.dumps(stored) + "\n")
+
+
+def _plain_file(path: Path) -> int:
+    """A descriptor of it, made where it is not there. `OSError` also where it is something else."""
+    # Read and write: so that a pipe keeps nobody waiting.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"its {path.name} is no plain file")
+    return descriptor
