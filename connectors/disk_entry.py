@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from kvcache.core.errors import ConfigError
 
 _LAYOUT_NAME = re.compile(r"[0-9a-f]{8}-[0-9a-f]{32}")
 _GONE = "gone-"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _ADVICE = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
@@ -79,7 +81,9 @@ class FolderEntry:
                 for folder in (self.path, root, *([root.parent] if new else [])):
                     _sync(folder)
             for folder in root.glob(f"{_GONE}*"):  # without the lock: it may take a while
-                shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):  # another process has removed it
+                    if stat.S_ISDIR(folder.lstat().st_mode):  # `rmtree` would wait for a pipe
+                        shutil.rmtree(folder, ignore_errors=True)
         except BaseException:
             self.close()
             raise
@@ -99,7 +103,7 @@ class FolderEntry:
             if entry == self.path or not _LAYOUT_NAME.fullmatch(entry.name):
                 continue
             with suppress(OSError):
-                folder = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                folder = os.open(entry, _FOLDER)
                 try:
                     if lock_now(folder) and leads_to(entry, folder):
                         entry.rename(root / f"{_GONE}{secrets.token_hex(8)}")
@@ -107,13 +111,10 @@ class FolderEntry:
                     os.close(folder)
 
     def _enter(self, text: str, groups: int) -> None:
-        self.path.mkdir(mode=0o700, exist_ok=True)
         users = self._folder(self.path)
         alone = lock_now(users)
         lock_now(users, shared=True)  # under FOLDER/lock nobody else asks for more than this
         self._describe(text)
-        for name in ("tmp", f"tmp/{self._writer}", *map(str, range(groups))):
-            (self.path / name).mkdir(mode=0o700, exist_ok=True)
         self._tmp = self._folder(self.path / "tmp")
         self.own = self._folder(self.path / "tmp" / self._writer)
         lock_now(self.own)
@@ -156,21 +157,23 @@ class FolderEntry:
         Else the folder of one that has not locked it yet would look like it.
         """
         found = False
-        for folder in (self.path / "tmp").iterdir():
-            if folder.name == self._writer:
+        for name in os.listdir(self._tmp):  # noqa: PTH208  (a descriptor)
+            if name == self._writer:
                 continue
             with suppress(OSError):
-                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                descriptor = os.open(name, _FOLDER, dir_fd=self._tmp)
                 try:
-                    if lock_now(descriptor) and leads_to(folder, descriptor):
-                        shutil.rmtree(folder, ignore_errors=True)
+                    if lock_now(descriptor) and leads_to(name, descriptor, within=self._tmp):
+                        shutil.rmtree(name, ignore_errors=True, dir_fd=self._tmp)
                         found = True
                 finally:
                     os.close(descriptor)
         return found
 
     def _folder(self, path: Path) -> int:
-        self._open.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        """Made where it is not there. A link would lead to what is somebody else's: an `OSError`."""
+        path.mkdir(mode=0o700, exist_ok=True)
+        self._open.append(os.open(path, _FOLDER))
         return self._open[-1]
 
     def is_whole(self) -> bool:

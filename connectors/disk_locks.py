@@ -66,10 +66,13 @@ def locked(path: Path, seconds: float) -> Iterator[None]:
             os.close(descriptor)
 
 
-def leads_to(path: Path, descriptor: int) -> bool:
-    """Whether the path is that of the open file, and not of another one that came in its place."""
+def leads_to(path: Path | str, descriptor: int, *, within: int | None = None) -> bool:
+    """Whether the path is that of the open file, and not of another one that came in its place.
+
+    `within`: a folder that it is relative to.
+    """
     try:
-        ours, there = os.fstat(descriptor), path.lstat()
+        ours, there = os.fstat(descriptor), os.lstat(path, dir_fd=within)
     except FileNotFoundError:
         return False
     return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)

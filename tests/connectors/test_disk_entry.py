@@ -368,3 +368,36 @@ def test_a_forked_child_keeps_no_lock_of_its_parent(tmp_path: Path) -> None:
         os.close(tell)
     entry.close()
     assert temporaries(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["tmp", "0", "1", ""])
+def test_a_folder_of_somebody_else_behind_a_link_is_left_alone(name: str, tmp_path: Path) -> None:
+    """In place of a part of the tier's folder, or of a layout's."""
+    root, theirs = tmp_path / "tier", tmp_path / "theirs"
+    with rig(lambda s: disk(s, root)) as r:
+        r.store(KEYS)
+    (layout,) = layouts(root)
+    shutil.rmtree(layout / name)
+    for folder in ("mine/deep", "ab", "tmp/them", "0/ab"):
+        (theirs / folder).mkdir(parents=True)
+        (theirs / folder / ("ab" * 32)).write_text("x")
+    (layout / name).symlink_to(theirs)
+    before = sorted(theirs.rglob("*"))
+    with pytest.raises(ConfigError, match="cannot be used"), rig(lambda s: disk(s, root)):
+        pass
+    assert sorted(theirs.rglob("*")) == before
+
+
+def test_what_is_named_as_on_its_way_out_and_is_no_folder_stays(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    root = tmp_path / "tier"
+    (root / "gone-2" / "deep").mkdir(parents=True)
+    os.mkfifo(root / "gone-1")
+    os.mkfifo(root / "gone-2" / "deep" / "pipe")
+    (root / "gone-3").symlink_to(theirs)
+    with rig(lambda s: disk(s, root)) as r:
+        r.store(KEYS)
+        assert has(r, KEYS)
+    assert sorted(path.name for path in root.glob("gone-*")) == ["gone-1", "gone-3"]
+    assert theirs.is_dir()
