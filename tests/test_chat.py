@@ -481,6 +481,15 @@ def test_a_conversation_that_is_not_there_is_one_line_and_exit_2(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("line", ["/nwe", "/help"])
+def test_a_command_that_there_is_not_is_no_message(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"hi\n{line}\n"))
+    assert main(TINY) == 2
+    assert f"line 2: {line} is no command: there are /new, /go N, /quit" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["chat.json", "lock"])
 def test_a_history_that_is_a_pipe_is_not_waited_for(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiers.disk_pieces import page_paths
 
 import kvcache
 from kvcache.core.explanation import CAUSES, Explanation
@@ -196,6 +197,9 @@ def test_the_tiers_page_says_what_a_restart_finds(repo_root: Path, tmp_path: Pat
         exec(compile(code, "tiers.md", "exec"), names)  # noqa: S102
     life = names["life"]
     assert callable(life)
+    assert [life(str(tmp_path / "kv")).hit_tokens for _ in range(2)] == [0, 96]
+    for path in page_paths(tmp_path / "kv"):
+        path.write_bytes(bytes(path.stat().st_size))
     assert [life(str(tmp_path / "kv")).hit_tokens for _ in range(2)] == [0, 96]
     assert "bytes_come_back_in_every_group" in names["rules"]  # type: ignore[operator]
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # their modules load torch
     from kvcache.commands.chat_history import ChatHistory
     from kvcache.engine.conversation import Chat, Conversation
 
+COMMANDS = "/new, /go N, /quit"
+
 HELP = (
     "A chat with a small model, a message a line. After each answer it says how many tokens of the"
     " prompt were found on the device, restored from a tier, or computed. With --disk the"
@@ -173,7 +175,7 @@ class _Talk:
                 f"{self._place()} goes on: {len(self._conversation.messages) // 2} turns so far\n"
             )
         if self._person:
-            self.say("/new, /go N, /quit; Ctrl-C stops an answer\n")
+            self.say(f"{COMMANDS}; Ctrl-C stops an answer\n")
 
     @property
     def _conversation(self) -> Conversation:
@@ -237,9 +239,12 @@ class _Talk:
             number = rest.lstrip("0")
             digits = len(str(count))
             if not number.isdecimal() or len(number) > digits or int(number) > count:
-                raise InputError(f"/go {shown(rest)[1:-1]}: there are conversations 1 to {count}")
+                given = f"/go {shown(rest)[1:-1]}".rstrip()
+                raise InputError(f"{given}: there are conversations 1 to {count}")
             self._current = int(number) - 1
             self.say(f"{self._place()}: {len(self._conversation.messages) // 2} turns\n")
+        elif line.startswith("/") and line[1:].isalpha():
+            raise InputError(f"{shown(line)[1:-1]} is no command: there are {COMMANDS}")
         else:
             self._answer(line)
         return True

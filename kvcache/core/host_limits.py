@@ -95,13 +95,17 @@ def numa_nodes(root: Path = Path("/")) -> list[int]:
     return nodes or [0]
 
 
+_TO_BE_HAD = {"MemFree:", "Active(file):", "Inactive(file):", "SReclaimable:"}
+"""What the kernel's MemAvailable is made of, all but a small reserve."""
+
+
 def node_free_bytes(node: int, root: Path = Path("/")) -> int | None:
     """Free memory, and file cache that can be dropped, of one node; None: not known."""
     folder = root / f"sys/devices/system/node/node{node}"
     found = []
     for line in host_memory.read(folder / "meminfo").splitlines():
         words = line.split()  # Node 0 MemFree: 123 kB
-        if len(words) == 5 and words[2] in {"MemFree:", "Inactive(file):"} and words[3].isdigit():
+        if len(words) == 5 and words[2] in _TO_BE_HAD and words[3].isdigit():
             found.append(int(words[3]) * 1024)
     return sum(found) if found else None
 

@@ -106,7 +106,8 @@ def test_nodes_and_their_memory_are_read(tmp_path: Path) -> None:
     (folder / "node2").mkdir(parents=True)
     (folder / "online").write_text("0-2,5\n")
     (folder / "node2/meminfo").write_text(
-        "Node 2 MemTotal:  9 kB\nNode 2 MemFree:  3 kB\nNode 2 Inactive(file):  2 kB\nNode 2 X\n"
+        "Node 2 MemTotal:  99 kB\nNode 2 MemFree:  1 kB\nNode 2 Inactive(file):  1 kB\n"
+        "Node 2 Active(file):  2 kB\nNode 2 SReclaimable:  1 kB\nNode 2 Active:  9 kB\nNode 2 X\n"
     )
     assert numa_nodes(tmp_path) == [0, 1, 2, 5]
     assert node_free_bytes(2, tmp_path) == 5 * 1024
