@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvcache.bench import loads
 from kvcache.bench.folder import temporary_folder
 from kvcache.bench.machine import machine
 from kvcache.bench.medium import describe_medium, medium
@@ -108,7 +107,7 @@ def run_offload_bench(bench: OffloadBench, progress: Progress) -> dict[str, Any]
         for tier in bench.tiers:
             progress(f"lookups of {bench.tokens:,} tokens, {tier}")
             lookups[tier] = _lookups(bench, tier, folder / f"lookup-{tier}")
-        choices = _loads(bench, folder, progress)
+        choices, slower = _loads(bench, folder, progress)
     return {
         "bench": "offload",
         "transfers": transfers,
@@ -116,7 +115,7 @@ def run_offload_bench(bench: OffloadBench, progress: Progress) -> dict[str, Any]
         "lookups": lookups,
         "limits": {"repeated_lookup_seconds": MOST_LOOKUP_SECONDS},
         "loads": choices,
-        "missed": _missed_lookups(bench.tokens, lookups) + loads.missed_loads(choices),
+        "missed": _missed_lookups(bench.tokens, lookups) + slower,
         "medium": found,
         "repeats": bench.repeats,
         "seed": bench.seed,
@@ -124,13 +123,19 @@ def run_offload_bench(bench: OffloadBench, progress: Progress) -> dict[str, Any]
     }
 
 
-def _loads(bench: OffloadBench, folder: Path, progress: Progress) -> dict[str, Any]:
-    tiers = [tier for tier in loads.TIERS if tier in bench.tiers]
+def _loads(
+    bench: OffloadBench, folder: Path, progress: Progress
+) -> tuple[dict[str, Any], list[str]]:
+    """Loads beside computing, and what of them misses its aim."""
     if bench.model == "none":
-        return {"rows": []}
-    return loads.measure_loads(
+        return {"rows": []}, []
+    from kvcache.bench import loads  # noqa: PLC0415  (it loads torch)
+
+    tiers = [tier for tier in loads.TIERS if tier in bench.tiers]
+    choices = loads.measure_loads(
         loads.load_model(bench.model), tiers, bench.repeats, folder, bench.seed, progress
     )
+    return choices, loads.missed_loads(choices)
 
 
 def _missed_lookups(tokens: int, lookups: dict[str, dict[str, float]]) -> list[str]:
@@ -249,4 +254,8 @@ def describe(report: dict[str, Any]) -> Sequence[str]:
         f" ({t['repeated_cpu_seconds'] * 1e3:.3f}; aim at 1M: at most {most * 1e3:g})"
         for tier, t in report["lookups"].items()
     ]
-    return lines + (loads.describe_loads(report["loads"]) if report["loads"]["rows"] else [])
+    if report["loads"]["rows"]:
+        from kvcache.bench import loads  # noqa: PLC0415  (it loads torch)
+
+        lines += loads.describe_loads(report["loads"])
+    return lines

@@ -28,7 +28,7 @@ HELP = (
     " prompt were found on the device, restored from a tier, or computed. With --disk the"
     " conversations, and what was computed for them, outlive the process. In the chat: /new begins"
     " another conversation, /go N returns to one, /quit (or the end of the input) ends; Ctrl-C stops"
-    " an answer."
+    " an answer. Where the lines come from a file, a wrong command ends the chat."
 )
 
 MOST_ANSWER_TOKENS = 1 << 20
@@ -62,7 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep conversations and pages there, for this chat and the next one (nowhere)",
     )
     parser.add_argument(
-        "--disk-memory", type=byte_count, metavar="SIZE", help="most that --disk takes (4GiB)"
+        "--disk-memory",
+        type=byte_count,
+        metavar="SIZE",
+        help="most that --disk takes, for each model and --kv-dtype (4GiB)",
     )
     parser.add_argument(
         "--lazy",
@@ -227,9 +230,11 @@ class _Talk:
     def _take(self, line: str) -> bool:
         """A command or a message. False: it was the last one."""
         word, _, rest = line.partition(" ")
-        if line == "/quit":
+        if word in {"/quit", "/new"} and rest:
+            raise InputError(f"{word} stands alone: there are {COMMANDS}")
+        if word == "/quit":
             return False
-        if line == "/new":
+        if word == "/new":
             if self._conversation.tokens:
                 self._conversations.append(self._new())
                 self._current = len(self._conversations) - 1
@@ -243,8 +248,8 @@ class _Talk:
                 raise InputError(f"{given}: there are conversations 1 to {count}")
             self._current = int(number) - 1
             self.say(f"{self._place()}: {len(self._conversation.messages) // 2} turns\n")
-        elif line.startswith("/") and line[1:].isalpha():
-            raise InputError(f"{shown(line)[1:-1]} is no command: there are {COMMANDS}")
+        elif word.startswith("/") and word[1:].isalpha():
+            raise InputError(f"{shown(word)[1:-1]} is no command: there are {COMMANDS}")
         else:
             self._answer(line)
         return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvcache.bench.demo import Kit
 from kvcache.commands.chat_history import ChatHistory
@@ -62,15 +64,26 @@ def _tier(
     """Host memory, a disk, or one over the other."""
     host = None
     if args.host_memory is not None:
-        host = CpuConnector(geometry, capacity_bytes=args.host_memory)
+        with _named("CpuConnector.capacity_bytes", "--host-memory"):
+            host = CpuConnector(geometry, capacity_bytes=args.host_memory)
     if history is None:
         assert host is not None
         return host
-    disk = DiskConnector(
-        geometry,
-        folder=history.pages,
-        fingerprint=fingerprint,
-        layout="whole",
-        capacity_bytes=args.disk_memory or DISK_BYTES,
-    )
+    with _named("DiskConnector.capacity_bytes", "--disk-memory"):
+        disk = DiskConnector(
+            geometry,
+            folder=history.pages,
+            fingerprint=fingerprint,
+            layout="whole",
+            capacity_bytes=args.disk_memory or DISK_BYTES,
+        )
     return disk if host is None else ChainConnector(host, disk)
+
+
+@contextmanager
+def _named(setting: str, option: str) -> Iterator[None]:
+    """What is wrong with a setting is said of the option that it comes from."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(setting, option)) from error

@@ -193,7 +193,7 @@ def describe(report: dict[str, Any]) -> list[str]:
         "model": model_text,
         "native core": "not usable" if core["error"] else native_text,
         "connectors": ", ".join(names) or "none",
-        "memory": f"{size(memory['available_bytes'])} available of {size(memory['total_bytes'])}",
+        "memory": size(memory["total_bytes"]),
         "host pool": f"up to {size(memory['available_bytes'])} ({memory['available_limit']}); shared"
         f" by processes up to {size(memory['largest_shared_bytes'])}",
         "limits": f"cgroup {size(memory['cgroup_limit_bytes'])},"
@@ -201,8 +201,9 @@ def describe(report: dict[str, Any]) -> list[str]:
         preflight.SHM: f"{size(memory['shm_free_bytes'])} free of {size(memory['shm_total_bytes'])}",
         "huge pages": f"transparent: {memory['transparent_huge_pages'] or 'unknown'};"
         f" {memory['huge_pages']} of 2 MiB reserved and free",
-        "NUMA nodes": ", ".join(
-            f"{node} ({size(free)} free)" for node, free in memory["numa_free_bytes"].items()
+        "NUMA": ", ".join(
+            f"node {node} with {size(free)} free"
+            for node, free in memory["numa_free_bytes"].items()
         ),
     }
     width = max(map(len, table))

@@ -70,7 +70,7 @@ def _words(evidence: Evidence, loss: Loss, decode: Decode | None) -> str:
 def _last_block(e: LastBlock, *_: object) -> str:
     return (
         f"the last token is always computed, and hits end on multiples of {e.grid_tokens} tokens;"
-        " smaller blocks lose less"
+        " smaller blocks would lose less"
     )
 
 

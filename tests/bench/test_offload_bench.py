@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -204,3 +206,20 @@ def test_auto_stands_beside_the_better_of_the_two_round_by_round() -> None:
     assert (row["better"], row["auto_vs_better"]) == ("always", 1.5)
     assert row["first_token_seconds"] == {"always": 2.0, "never": 3.0, "auto": 3.0}
     assert row["loaded_tokens"] == {"always": 32, "never": 0, "auto": 32}
+
+
+def test_without_a_model_it_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from kvcache.cli import main;"
+        " sys.exit(main(sys.argv[1:]))"
+    )
+    options = ["--tier", "host", "--size", "4KiB", "--count", "1", "--model", "none", "--quick"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, "bench", "offload", *options, "--folder", str(tmp_path)],
+        capture_output=True,
+        check=False,
+        timeout=120,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "host" in done.stdout
