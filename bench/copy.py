@@ -78,7 +78,8 @@ class _Side:
     """Memory of one side, on huge pages where the system has them."""
 
     def __init__(self, size: int) -> None:
-        self._mapping = mmap.mmap(-1, size + HUGE_PAGE)
+        # Private: the kernel has another setting, mostly `never`, for huge pages of shared memory.
+        self._mapping = mmap.mmap(-1, size + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without transparent huge pages
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(self._mapping, np.uint8)

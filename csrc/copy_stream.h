@@ -1,8 +1,10 @@
-// Moves byte ranges past the caches: non-temporal stores to whole cache lines, four places of memory at a time.
+// Moves byte ranges past the caches: non-temporal stores to whole cache lines.
 //
 //     range      | head |  lines ...                      | tail |     head and tail: copied as libc does
 //     chunks            | 64 lines | 64 lines | 64 lines |
 //     a batch    4 chunks side by side, two lines of each in turn, while the first lines of the next 4 are fetched
+//
+// That is the way of AVX-512. With AVX2 one range comes after the other, while lines ahead and the next range's first are fetched.
 //
 // A page-sized memcpy reads each line of the destination before it overwrites it, because libc goes past the caches only
 // above about 3/4 of the last-level cache in one call. And one page at a time waits for memory at each start of a page:
@@ -43,7 +45,7 @@ class CopyStream {
   private:
     VectorPath path_;
     bool fence_owed_ = false;
-    int waiting_ = 0;  // chunks that are not moved yet: the older batch, and what is there of the next
+    int waiting_ = 0;  // chunks that are not moved yet: the older batch, and what is there of the next; AVX2: one range
     Chunk chunks_[2 * kWays];
 };
 

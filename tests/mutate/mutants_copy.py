@@ -52,17 +52,17 @@ COPY = [
         (PLANS + "threads_share_a_copy_of_layers_and_slots",),
     ),
     Mutant(
-        "chunks of odd length are moved to the next even line",
+        "the line after the last whole turn is left out",
         "csrc/copy_stream.cpp",
-        "together -= together % 2;",
-        "together += together % 2;",
+        "    alone_avx2(range, whole);",
+        "    alone_avx2(range, whole + 1);",
         (COPIES + "every_path_copies_the_same",),
     ),
     Mutant(
-        "the last chunks are never moved",
+        "the last range is never moved",
         "csrc/copy_stream.cpp",
-        "first < waiting_; first += kWays",
-        "first + kWays < waiting_; first += kWays",
+        "if (waiting_) run_avx2(chunks_[0], chunks_[0].from);",
+        "if (waiting_ > 1) run_avx2(chunks_[0], chunks_[0].from);",
         (COPIES + "every_path_copies_the_same",),
     ),
     Mutant(
