@@ -196,7 +196,7 @@ def arena_regions(geometry: Geometry, *, address: int, slabs: int) -> list[PageR
     """Where the pages of each group lie in one arena, as `Offload` takes it.
 
     Args:
-        address: of the arena's first byte.
+        address: of the arena's first byte; 0 where no byte is ever copied.
         slabs: that it has, of `geometry.slab_bytes` each.
 
     Raises:
@@ -204,7 +204,7 @@ def arena_regions(geometry: Geometry, *, address: int, slabs: int) -> list[PageR
     """
     if not isinstance(geometry, Geometry):
         raise ConfigError(f"geometry is {shown(geometry)}: give a Geometry")
-    address, slabs = whole(address, "address"), whole(slabs, "slabs", least=1)
+    address, slabs = whole(address, "address", least=0), whole(slabs, "slabs", least=1)
     return [
         PageRegion(
             address,

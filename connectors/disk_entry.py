@@ -37,6 +37,9 @@ _ADVICE = {
     errno.ENOSPC: "make room there, or give another folder",
     errno.EDQUOT: "make room there, or give another folder",
     errno.ENOLCK: "give a folder on a local file system: this one has no locks",
+    errno.ENOTDIR: "remove what lies there in place of a folder (links are not followed)",
+    errno.ELOOP: "remove what lies there in place of a folder (links are not followed)",
+    errno.EEXIST: "remove what lies there in place of a folder (links are not followed)",
     errno.EOPNOTSUPP: "give a folder on a local file system",
 }
 
@@ -118,11 +121,10 @@ class FolderEntry:
         self._tmp = self._folder(self.path / "tmp")
         self.own = self._folder(self.path / "tmp" / self._writer)
         lock_now(self.own)
-        dead = self._remove_dead()
         self.groups = [self._folder(self.path / str(group)) for group in range(groups)]
         self.board = Board(self.path / "board", int(self._writer, 16), fresh=alone)
         self._open.append(self.board.file)
-        if dead:
+        if self._remove_dead():
             self.board.alarm()
         self._linked = [d for d in self._open if os.fstat(d).st_nlink]  # some systems tell none
 

@@ -188,7 +188,7 @@ def require_regions(
             needs = "none of them at 0, and at least one address for each"
         else:
             place = f"address {region.address}"
-            needs = "at an address that is not 0 (arena_regions gives such ones)"
+            needs = "at an address that is not 0, such as that of an arena (arena_regions)"
         if (
             region.page_bytes != size
             or region.step_bytes < region.part_bytes

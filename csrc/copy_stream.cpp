@@ -18,12 +18,13 @@ constexpr uint64_t kLine = CopyStream::kLine;
 constexpr int kWays = CopyStream::kWays;
 constexpr uint64_t kChunkLines = 64;  // what the processor fetches ahead by itself: up to the end of 4 KiB
 constexpr uint64_t kAheadLines = 4;   // fetched of a chunk before its turn; more displace what is used first
+
+#if defined(__x86_64__)
+
 // With AVX2 (docs/copy.md has the measurements):
 constexpr uint64_t kTurnLines = 4;    // of a range, moved at a time
 constexpr uint64_t kFirstLines = 12;  // of the next range, asked for
 constexpr uint64_t kLeftLines = 48;   // where so many are left of the one before
-
-#if defined(__x86_64__)
 
 template <uint64_t Lines>
 void fetch(const uint8_t* from) {

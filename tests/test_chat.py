@@ -470,7 +470,9 @@ def test_the_first_layers_of_smollm2_guess_for_it(
     assert "capital of France" in answers[0]
 
 
-@pytest.mark.parametrize("number", ["0", "2", "02", "-1", "", "x", "9" * 5000])
+@pytest.mark.parametrize(
+    "number", ["0", "2", "02", "-1", "", "x", "9" * 5000, "\u0660", "\uff10", "\u0661"]
+)
 def test_a_conversation_that_is_not_there_is_one_line_and_exit_2(
     number: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -486,6 +488,8 @@ def test_a_conversation_that_is_not_there_is_one_line_and_exit_2(
     [
         ("/nwe", "/nwe is no command"),
         ("/help me", "/help is no command"),
+        ("/go2", "/go2 is no command"),
+        ("/go-1", "/go-1 is no command"),
         ("/new x", "/new stands alone"),
         ("/quit x", "/quit stands alone"),
     ],

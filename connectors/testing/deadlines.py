@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvcache.connectors.base import Transfer, TransferResult
+from kvcache.connectors.testing import harness
 from kvcache.connectors.testing.harness import Factory, Gate, Key, Rig, Setup, chain, expect, rig
 
 SHORT_SECONDS = 0.1
 """A deadline that passes at once, while the copy before it is held by a gate."""
 
-RUNNING_SECONDS = (0.1, 1.0, 10.0)
-"""Deadlines that should pass while a copy is held by a gate: the next, where it had not begun yet."""
+PATIENCE_SHARES = (0.1, 0.3)
+"""Of the patience: deadlines after `SHORT_SECONDS`, where a copy had not begun in that time."""
 
 ROUNDS = 16
 """So many copies of loads may end before a store whose deadline has passed."""
@@ -24,6 +25,7 @@ def a_late_transfer_keeps_its_slots_until_the_final_result(factory: Factory) -> 
     with rig(factory, Setup(before_copy=gate)) as r:
         keys = chain("a", r.setup.pages[0])
         transfer, late = _late_while_running(r, gate, keys)
+        before = r.scheduler.stats().late_transfers
         expect(not late.ok.any(), "an item of a late result is good")
         r.scheduler.complete(late)
         r.scheduler.complete(late)
@@ -36,7 +38,7 @@ def a_late_transfer_keeps_its_slots_until_the_final_result(factory: Factory) -> 
         expect(r.visible(keys) == final.ok.tolist(), "not exactly the good items are visible")
         expect(r.pinned() == 0, "slots of an ended transfer are held")
         stats = r.scheduler.stats()
-        expect(stats.late_transfers == 1, "the late transfer was not counted once")
+        expect(stats.late_transfers == before + 1, "the late transfer was not counted once")
         expect(stats.unknown_ids == 1, "the second late result was not counted as unknown")
 
 
@@ -104,13 +106,20 @@ def _late_while_running(r: Rig, gate: Gate, keys: list[Key]) -> tuple[Transfer, 
     On a busy machine it may pass before the copy begins; then that is a final end, and right.
     """
     gate.shut()
-    for seconds in RUNNING_SECONDS:
+    for seconds in (SHORT_SECONDS, *(harness.PATIENCE_SECONDS * s for s in PATIENCE_SHARES)):
         transfer = replace(r.planned(keys), deadline_seconds=seconds)
         r.submit(transfer)
         result = r.next_result()
         expect(result.id == transfer.id, "a result of another transfer came")
-        if result.late or gate.reached:
+        for _ in range(int(harness.PATIENCE_SECONDS / 0.01)):
+            # It may be late just before its copy begins: then it ends without one.
+            if not result.late or gate.reached or r.worker.wait(0.01):
+                break
+        if gate.reached:
             break
+        if result.late:
+            r.scheduler.complete(result)
+            result = r.next_result()
         expect(not result.ok.any(), "an item is good that was never copied")
         r.scheduler.complete(result)
     expect(result.late, "a running transfer did not become late")

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -22,13 +23,16 @@ if TYPE_CHECKING:  # their modules load torch
     from kvcache.engine.conversation import Chat, Conversation
 
 COMMANDS = "/new, /go N, /quit"
+COMMAND = re.compile(r"/[A-Za-z0-9_-]+")
+"""What a message cannot begin with: a command that is mistyped must not become one."""
 
 HELP = (
     "A chat with a small model, a message a line. After each answer it says how many tokens of the"
     " prompt were found on the device, restored from a tier, or computed. With --disk the"
     " conversations, and what was computed for them, outlive the process. In the chat: /new begins"
     " another conversation, /go N returns to one, /quit (or the end of the input) ends; Ctrl-C stops"
-    " an answer. Where the lines come from a file, a wrong command ends the chat."
+    " an answer. A line that begins with /WORD is a command; where lines come from a file, a wrong one"
+    " ends the chat."
 )
 
 MOST_ANSWER_TOKENS = 1 << 20
@@ -229,7 +233,8 @@ class _Talk:
 
     def _take(self, line: str) -> bool:
         """A command or a message. False: it was the last one."""
-        word, _, rest = line.partition(" ")
+        word, *more = line.split(None, 1)
+        rest = more[0] if more else ""
         if word in {"/quit", "/new"} and rest:
             raise InputError(f"{word} stands alone: there are {COMMANDS}")
         if word == "/quit":
@@ -243,12 +248,13 @@ class _Talk:
             count = len(self._conversations)
             number = rest.lstrip("0")
             digits = len(str(count))
-            if not number.isdecimal() or len(number) > digits or int(number) > count:
+            plain = number.isascii() and number.isdecimal() and len(number) <= digits
+            if not plain or not 1 <= int(number) <= count:
                 given = f"/go {shown(rest)[1:-1]}".rstrip()
                 raise InputError(f"{given}: there are conversations 1 to {count}")
             self._current = int(number) - 1
             self.say(f"{self._place()}: {len(self._conversation.messages) // 2} turns\n")
-        elif word.startswith("/") and word[1:].isalpha():
+        elif COMMAND.fullmatch(word):
             raise InputError(f"{shown(word)[1:-1]} is no command: there are {COMMANDS}")
         else:
             self._answer(line)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tiers.late import pass_deadlines
+from tiers.pieces import transfer
 from tiers.stamp_engine import (
     ATTENTION,
     GEOMETRY,
@@ -20,8 +23,16 @@ from tiers.stamp_engine import (
     text,
 )
 
-from kvcache.connectors import offload_loads, offload_stores
-from kvcache.connectors.base import Direction, PageRegion, TierWorker, Transfer, TransferResult
+from kvcache.connectors import offload_loads, offload_records, offload_stores
+from kvcache.connectors.base import (
+    KEYED_DTYPE,
+    Direction,
+    KeyedPages,
+    PageRegion,
+    TierWorker,
+    Transfer,
+    TransferResult,
+)
 from kvcache.connectors.cpu import native_copy
 from kvcache.connectors.driver import MAX_FAILED_LOADS
 from kvcache.connectors.testing import Faults, Gate
@@ -395,3 +406,17 @@ def test_waiting_ends_at_once_where_poll_has_something() -> None:
         assert e.offload.wait(0.0)
         assert e.poll() == [(handle, True)]
         assert not e.offload.wait(0.0)
+
+
+def test_a_transfer_is_waited_for_until_its_deadline_and_a_grace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: 100.0)
+    monkeypatch.setattr(offload_records, "time", clock)
+    due = offload_records.due_of(transfer(1, Direction.LOAD, [0], [0], deadline=7.0))
+    assert due == 107.0 + offload_records.GRACE_SECONDS
+    with engine(deadline_seconds=3.5) as e:
+        e.serve(text(0, 21))
+        plan = e.offload._scheduler.plan_load(1, KeyedPages(np.zeros(0, KEYED_DTYPE), []))
+        assert plan.deadline_seconds == 3.5
+        e.offload._scheduler.drop(plan)
