@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,11 +36,11 @@ _ADVICE = {
     errno.ENOSPC: "make room there, or give another folder",
     errno.EDQUOT: "make room there, or give another folder",
     errno.ENOLCK: "give a folder on a local file system: this one has no locks",
-    errno.ENOTDIR: "remove what lies there in place of a folder (links are not followed)",
-    errno.ELOOP: "remove what lies there in place of a folder (links are not followed)",
-    errno.EEXIST: "remove what lies there in place of a folder (links are not followed)",
     errno.EOPNOTSUPP: "give a folder on a local file system",
-}
+} | dict.fromkeys(
+    (errno.ENOTDIR, errno.ELOOP, errno.EEXIST),
+    "remove what lies there in place of a folder (links are not followed)",
+)
 
 
 def cannot_use(root: Path, error: OSError) -> ConfigError:
@@ -84,9 +83,8 @@ class FolderEntry:
                 for folder in (self.path, root, *([root.parent] if new else [])):
                     _sync(folder)
             for folder in root.glob(f"{_GONE}*"):  # without the lock: it may take a while
-                with suppress(OSError):  # another process has removed it
-                    if stat.S_ISDIR(folder.lstat().st_mode):  # `rmtree` would wait for a pipe
-                        shutil.rmtree(folder, ignore_errors=True)
+                if folder.is_dir() and not folder.is_symlink():  # `rmtree` would wait for a pipe
+                    shutil.rmtree(folder, ignore_errors=True)
         except BaseException:
             self.close()
             raise

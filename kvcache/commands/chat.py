@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # their modules load torch
 COMMANDS = "/new, /go N, /quit"
 COMMAND = re.compile(r"/[A-Za-z0-9_-]+")
 """What a message cannot begin with: a command that is mistyped must not become one."""
+NUMBER = re.compile(r"[0-9]{1,9}")
 
 HELP = (
     "A chat with a small model, a message a line. After each answer it says how many tokens of the"
@@ -246,13 +247,11 @@ class _Talk:
             self.say(f"{self._place()}\n")
         elif word == "/go":
             count = len(self._conversations)
-            number = rest.lstrip("0")
-            digits = len(str(count))
-            plain = number.isascii() and number.isdecimal() and len(number) <= digits
-            if not plain or not 1 <= int(number) <= count:
+            number = int(rest) if NUMBER.fullmatch(rest) else 0
+            if not 1 <= number <= count:
                 given = f"/go {shown(rest)[1:-1]}".rstrip()
                 raise InputError(f"{given}: there are conversations 1 to {count}")
-            self._current = int(number) - 1
+            self._current = number - 1
             self.say(f"{self._place()}: {len(self._conversation.messages) // 2} turns\n")
         elif COMMAND.fullmatch(word):
             raise InputError(f"{shown(word)[1:-1]} is no command: there are {COMMANDS}")
