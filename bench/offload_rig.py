@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.connectors.base import Connector, arena_regions
+from kvcache.connectors.arena_regions import arena_regions
+from kvcache.connectors.base import Connector
 from kvcache.connectors.chain import ChainConnector
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.disk import DiskConnector

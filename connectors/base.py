@@ -40,9 +40,8 @@ from kvcache.connectors.key_events import KeyEvent
 from kvcache.connectors.tier_stats import TierStats
 from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.events.records import MEDIUM_CPU
-from kvcache.core.layout import Geometry
 from kvcache.core.records import KEYED_DTYPE
-from kvcache.core.values import shown, whole
+from kvcache.core.values import whole
 
 __all__ = [
     "KEYED_DTYPE",
@@ -190,30 +189,6 @@ class PageRegion:
     def places(self) -> tuple[tuple[int, ...], ...]:
         """Of each part of page 0 the addresses; one part at one address where there are no parts."""
         return self.parts or ((self.address,),)
-
-
-def arena_regions(geometry: Geometry, *, address: int, slabs: int) -> list[PageRegion]:
-    """Where the pages of each group lie in one arena, as `Offload` takes it.
-
-    Args:
-        address: of the arena's first byte; 0 where no byte is ever copied.
-        slabs: that it has, of `geometry.slab_bytes` each.
-
-    Raises:
-        ConfigError: no geometry, no whole number, or no slab.
-    """
-    if not isinstance(geometry, Geometry):
-        raise ConfigError(f"geometry is {shown(geometry)}: give a Geometry")
-    address, slabs = whole(address, "address", least=0), whole(slabs, "slabs", least=1)
-    return [
-        PageRegion(
-            address,
-            group.page_bytes,
-            slabs * geometry.pages_per_slab[c],
-            geometry.stride_bytes[c],
-        )
-        for group, c in zip(geometry.groups, geometry.class_of_group, strict=True)
-    ]
 
 
 class OpenWork(NamedTuple):

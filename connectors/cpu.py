@@ -21,10 +21,9 @@ from kvcache.connectors.settings import (
     slots_of_groups,
 )
 from kvcache.connectors.slots_aside import no_space
-from kvcache.core.errors import ConfigError
 from kvcache.core.events.records import MEDIUM_CPU
-from kvcache.core.layout import Geometry
-from kvcache.core.values import flag, index_seed, shown, whole
+from kvcache.core.layout import Geometry, require_geometry
+from kvcache.core.values import flag, index_seed, whole
 
 DEFAULT_BATCH_BYTES = 16 << 20
 """About 2 ms of copying: how fine deadlines are, and how long a load waits for a store."""
@@ -139,8 +138,7 @@ class CpuConnector(Connector):
         copy: CopyFunction | None = None,
         seed: int | None = None,
     ) -> None:
-        if not isinstance(geometry, Geometry):
-            raise ConfigError(f"geometry is {shown(geometry)}: give a Geometry")
+        require_geometry(geometry)
         events, seed = flag(events, "CpuConnector.events"), index_seed(seed, "CpuConnector.seed")
         lock = flag(lock, "CpuConnector.lock")
         if huge_pages is not None:

@@ -29,9 +29,9 @@ from kvcache.connectors.settings import (
 from kvcache.core.errors import ConfigError
 from kvcache.core.events.records import MEDIUM_STORAGE
 from kvcache.core.hashing import Fingerprint
-from kvcache.core.layout import Geometry
+from kvcache.core.layout import Geometry, require_geometry
 from kvcache.core.page_files import PageFiles, page_file_bytes
-from kvcache.core.values import flag, human_bytes, index_seed, shown
+from kvcache.core.values import flag, human_bytes, index_seed
 
 DEFAULT_BATCH_BYTES = 8 << 20
 """A few ms of a fast disk: how fine deadlines are, and how long a load waits for a store."""
@@ -93,8 +93,7 @@ class DiskConnector(Connector):
         seed: int | None = None,
         files: type[PageFiles] = PageFiles,
     ) -> None:
-        if not isinstance(geometry, Geometry):
-            raise ConfigError(f"geometry is {shown(geometry)}: give a Geometry")
+        require_geometry(geometry)
         require_fingerprint("DiskConnector", fingerprint)
         events, seed = flag(events, "DiskConnector.events"), index_seed(seed, "DiskConnector.seed")
         durable = flag(durable, "DiskConnector.durable")

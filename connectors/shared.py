@@ -32,12 +32,11 @@ from kvcache.connectors.settings import (
 )
 from kvcache.connectors.shared_region import SharedRegion
 from kvcache.connectors.slots_aside import NO_SPACE
-from kvcache.core.errors import ConfigError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.hashing import Fingerprint
-from kvcache.core.layout import Geometry
+from kvcache.core.layout import Geometry, require_geometry
 from kvcache.core.pool import PoolBusyError
-from kvcache.core.values import flag, index_seed, shown, text, whole
+from kvcache.core.values import flag, index_seed, text, whole
 
 DEFAULT_BATCH_BYTES = 16 << 20
 """About 4 ms of copying with checksums: how fine deadlines are, how long a load waits for a store."""
@@ -98,8 +97,7 @@ class SharedConnector(Connector):
         seed: int | None = None,
         before_copy: Callable[[], None] = lambda: None,
     ) -> None:
-        if not isinstance(geometry, Geometry):
-            raise ConfigError(f"geometry is {shown(geometry)}: give a Geometry")
+        require_geometry(geometry)
         require_fingerprint("SharedConnector", fingerprint)
         if seed is not None:
             seed = index_seed(seed, "SharedConnector.seed")

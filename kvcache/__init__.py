@@ -59,13 +59,14 @@ _LAZY = {
     "StatePlan": "kvcache.core.records",
     "TurnShape": "kvcache.retention",
     "UNLIMITED": "kvcache.core.records",
-    "arena_regions": "kvcache.connectors.base",
+    "arena_regions": "kvcache.connectors.arena_regions",
 }
 
 __all__ = ["__version__", *sorted(_LAZY)]  # noqa: PLE0604
 
 if TYPE_CHECKING:
-    from kvcache.connectors.base import PageRegion as PageRegion, arena_regions as arena_regions
+    from kvcache.connectors.arena_regions import arena_regions as arena_regions
+    from kvcache.connectors.base import PageRegion as PageRegion
     from kvcache.connectors.chain import ChainConnector as ChainConnector
     from kvcache.connectors.cpu import CpuConnector as CpuConnector
     from kvcache.connectors.disk import DiskConnector as DiskConnector

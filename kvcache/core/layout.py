@@ -10,7 +10,7 @@ from functools import cached_property
 from kvcache.core.errors import ConfigError
 from kvcache.core.slabs import SlabPlan, plan_slabs
 from kvcache.core.specs.base import GroupRules, GroupSpec, require_positive
-from kvcache.core.values import sequence, whole
+from kvcache.core.values import sequence, shown, whole
 
 MAX_GRID_TOKENS = 2**31
 MAX_GROUPS = 64
@@ -232,3 +232,9 @@ def _check_group(group: GroupSpec) -> None:
             f"group {name!r} has pages of {group.page_bytes} bytes: they must have between 1 and"
             f" {MAX_PAGE_BYTES}"
         )
+
+
+def require_geometry(value: object) -> None:
+    """`ConfigError` unless it is a `Geometry`."""
+    if not isinstance(value, Geometry):
+        raise ConfigError(f"geometry is {shown(value)}: give a Geometry")

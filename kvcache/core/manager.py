@@ -25,7 +25,7 @@ from kvcache.core.event_calls import request_label
 from kvcache.core.events.labels import RequestLabel
 from kvcache.core.explain_calls import ExplainCalls
 from kvcache.core.hashing import Fingerprint, as_tokens
-from kvcache.core.layout import Geometry
+from kvcache.core.layout import Geometry, require_geometry
 from kvcache.core.media import Media, PromptEmbeddings, extras
 from kvcache.core.namespaces import Namespaces
 from kvcache.core.records import (
@@ -79,8 +79,7 @@ class Manager(ExplainCalls):
         history_tokens: int | None = None,
         seed: int | None = None,
     ) -> None:
-        if not isinstance(geometry, Geometry):
-            raise ConfigError(f"geometry is {shown(geometry)}: give a Geometry")
+        require_geometry(geometry)
         if fingerprint is not None and not isinstance(fingerprint, Fingerprint):
             raise ConfigError(f"fingerprint is {shown(fingerprint)}: give a Fingerprint")
         names = tuple(g.name for g in geometry.groups)

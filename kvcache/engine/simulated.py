@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.connectors.base import PageRegion, arena_regions
+from kvcache.connectors.arena_regions import arena_regions
+from kvcache.connectors.base import PageRegion
 from kvcache.connectors.driver import Offload
 from kvcache.core.errors import CapacityError
 from kvcache.core.manager import Manager

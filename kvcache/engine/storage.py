@@ -28,7 +28,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcache.connectors.base import PageRegion, arena_regions
+from kvcache.connectors.arena_regions import arena_regions
+from kvcache.connectors.base import PageRegion
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
 

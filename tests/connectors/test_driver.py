@@ -18,7 +18,8 @@ from tiers.stamp_engine import (
     text,
 )
 
-from kvcache.connectors.base import KEYED_DTYPE, KeyedPages, PageRegion, arena_regions
+from kvcache.connectors.arena_regions import arena_regions
+from kvcache.connectors.base import KEYED_DTYPE, KeyedPages, PageRegion
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.driver import Offload
 from kvcache.connectors.testing import Setup, rig

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.connectors.base import PageRegion, arena_regions
+from kvcache.connectors.arena_regions import arena_regions
+from kvcache.connectors.base import PageRegion
 from kvcache.core.layout import Geometry
 from kvcache.core.specs import FullAttention, RecurrentState, SlidingWindow
 from kvcache.engine.chunk import Chunk
