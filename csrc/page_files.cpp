@@ -57,6 +57,8 @@ class Descriptor {
     Descriptor(const Descriptor&) = delete;
     Descriptor& operator=(const Descriptor&) = delete;
     int get() const { return fd_; }
+    // Of one that holds nothing yet.
+    int reset(int fd) { return fd_ = fd; }
     // An errno or 0. Some file systems say only now that a write has failed.
     int close() { return ::close(std::exchange(fd_, -1)) ? errno : 0; }
 
@@ -70,6 +72,30 @@ auto retried(Call&& call) {
     while (result < 0 && errno == EINTR) result = call();
     return result;
 }
+
+// Where a name leads: the folder it is in, and what it is there. Links are not followed.
+class Place {
+  public:
+    Place(int root, const char* name) : folder_(-1), at_(root), leaf_(name) {
+        const char* const slash = std::strchr(name, '/');
+        if (!slash) return;
+        const std::string folder(name, slash);
+        const auto open = [&] { return ::openat(root, folder.c_str(), O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC); };
+        at_ = folder_.reset(retried(open));
+        error_ = at_ < 0 ? errno : 0;
+        leaf_ = slash + 1;
+    }
+    int error() const { return error_; }  // an errno or 0; where it is not 0, folder() is none
+    int folder() const { return at_; }
+    const char* leaf() const { return leaf_; }
+    // An errno or 0.
+    int unlink() const { return error_ ? error_ : ::unlinkat(at_, leaf_, 0) ? errno : 0; }
+
+  private:
+    Descriptor folder_;
+    int at_, error_ = 0;
+    const char* leaf_;
+};
 
 int64_t body_bytes(const kvc_page_files& files) { return (files.page_bytes + kUnit - 1) / kUnit * kUnit; }
 
@@ -117,8 +143,10 @@ class Worker {
     }
 
     int32_t read(const char* name, const uint8_t* head, uint64_t page, int64_t time) {
-        const int32_t outcome = verified(name, head, page, time);
-        if (outcome < 0) ::unlinkat(files_.folder, name, 0);
+        const Place place(files_.folder, name);
+        if (place.error()) return place.error();
+        const int32_t outcome = verified(place, head, page, time);
+        if (outcome < 0) place.unlink();
         return outcome;
     }
 
@@ -130,8 +158,8 @@ class Worker {
         ::futimens(file, times);
     }
 
-    int open(const char* name, int flags) {
-        return retried([&] { return ::openat(files_.folder, name, flags | direct_ | O_CLOEXEC | O_NOFOLLOW, 0600); });
+    int open(int folder, const char* name, int flags) {
+        return retried([&] { return ::openat(folder, name, flags | direct_ | O_CLOEXEC | O_NOFOLLOW, 0600); });
     }
 
     bool in_place(uint64_t page) const { return files_.page_bytes % kUnit == 0 && (!direct_ || page % kUnit == 0); }
@@ -193,7 +221,7 @@ class Worker {
 
     int write_temporary(const char* temporary, const uint8_t* head, uint64_t page, int64_t time) {
         uint8_t* const at = body(page);
-        Descriptor file(open(temporary, O_WRONLY | O_CREAT | O_TRUNC));
+        Descriptor file(open(files_.folder, temporary, O_WRONLY | O_CREAT | O_TRUNC));
         if (file.get() < 0) return errno;
         fill_head(head);
         sum(std::bit_cast<const uint8_t*>(page), at, head_.get() + files_.head_bytes);
@@ -206,12 +234,15 @@ class Worker {
     }
 
     int publish(const char* temporary, const char* name) {
-        if (::renameat(files_.folder, temporary, files_.folder, name) == 0) return 0;
-        if (errno != ENOENT && errno != ENOTDIR) return errno;
-        const std::string folder(name, std::strcspn(name, "/"));             // the first of its folder?
-        if (errno == ENOTDIR) ::unlinkat(files_.folder, folder.c_str(), 0);  // a file in its place
-        if (::mkdirat(files_.folder, folder.c_str(), 0700) && errno != EEXIST) return errno;
-        return ::renameat(files_.folder, temporary, files_.folder, name) ? errno : 0;
+        for (bool again = true;; again = false) {
+            const Place place(files_.folder, name);
+            int error = place.error();
+            if (!error && ::renameat(files_.folder, temporary, place.folder(), place.leaf())) error = errno;
+            if (!again || (error != ENOENT && error != ENOTDIR)) return error;
+            const std::string folder(name, std::strcspn(name, "/"));             // the first of its folder?
+            if (error == ENOTDIR) ::unlinkat(files_.folder, folder.c_str(), 0);  // a file or a link in its place
+            if (::mkdirat(files_.folder, folder.c_str(), 0700) && errno != EEXIST) return errno;
+        }
     }
 
     int abandoned(const char* temporary, int error) {
@@ -219,9 +250,9 @@ class Worker {
         return error;
     }
 
-    int32_t verified(const char* name, const uint8_t* head, uint64_t page, int64_t time) {
+    int32_t verified(const Place& place, const uint8_t* head, uint64_t page, int64_t time) {
         // A pipe in a file's place would be waited for.
-        Descriptor file(open(name, O_RDONLY | O_NONBLOCK));
+        Descriptor file(open(place.folder(), place.leaf(), O_RDONLY | O_NONBLOCK));
         if (file.get() < 0) return errno;
         struct stat about{};
         if (::fstat(file.get(), &about)) return errno;
@@ -269,7 +300,7 @@ void for_each(const kvc_page_files& files, int64_t n, int32_t* outcomes, Body&& 
 // The folders that new names are in. A file whose name may not outlive a loss of power is none.
 void sync_folders(const kvc_page_files& files, const char* names, int64_t n, int32_t* outcomes) {
     const auto sync = [&](const char* folder) -> int32_t {
-        const Descriptor fd(::openat(files.folder, folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+        const Descriptor fd(::openat(files.folder, folder, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
         return fd.get() < 0 || ::fsync(fd.get()) ? errno : 0;
     };
     const int32_t root = sync(".");  // new folders
@@ -281,7 +312,7 @@ void sync_folders(const kvc_page_files& files, const char* names, int64_t n, int
         const auto [found, first] = synced.try_emplace(slash ? std::string_view(name, slash) : ".", root);
         if (first && !root) found->second = sync(std::string(found->first).c_str());
         outcomes[i] = found->second;
-        if (outcomes[i]) ::unlinkat(files.folder, name, 0);
+        if (outcomes[i]) Place(files.folder, name).unlink();
     }
 }
 
@@ -333,8 +364,8 @@ int32_t kvc_page_files_remove(const kvc_page_files* files, const char* names, in
     return kvc::guarded([&]() -> int32_t {
         if (const auto status = check(files, names, n, outcomes)) return status;
         for (int64_t i = 0; i < n; ++i) {
-            const bool gone = ::unlinkat(files->folder, names + i * files->name_bytes, 0) == 0 || errno == ENOENT;
-            outcomes[i] = gone ? 0 : errno;
+            const int error = Place(files->folder, names + i * files->name_bytes).unlink();
+            outcomes[i] = error == ENOENT ? 0 : error;
         }
         return KVC_OK;
     });

@@ -225,6 +225,10 @@ def a_pipe(path: Path, _: Path) -> None:
     os.mkfifo(path)
 
 
+def a_file(path: Path, _: Path) -> None:
+    path.write_text("in its place")
+
+
 def a_folder(path: Path, _: Path) -> None:
     path.unlink(missing_ok=True)
     path.mkdir()
@@ -258,17 +262,24 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_a_file_in_place_of_a_folder_of_pages_makes_way(tmp_path: Path) -> None:
-    with rig(lambda s: disk(s, tmp_path)) as r:
+@pytest.mark.parametrize("replace", [a_link, a_file])
+def test_what_is_in_place_of_a_folder_of_pages_makes_way(
+    tmp_path: Path, replace: Callable[[Path, Path], object]
+) -> None:
+    """What a link leads to is neither read, written nor removed."""
+    theirs = tmp_path / "theirs"
+    with rig(lambda s: disk(s, tmp_path / "tier")) as r:
         r.store(KEYS[:1])
-        (path,) = page_paths(tmp_path)
-        shutil.rmtree(path.parent)
-        path.parent.write_text("in its place")
+        (path,) = page_paths(tmp_path / "tier")
+        path.parent.rename(theirs)
+        (theirs / path.name).write_text("precious")
+        replace(path.parent, theirs)
         assert r.lookup(1, KEYS[:1]) == [1]
         assert r.load(1, KEYS[:1]) == [0]
         assert r.store(KEYS[:1]) == KEYS[:1]
         assert has(r, KEYS[:1])
-        assert stat.S_ISDIR(path.parent.stat().st_mode)
+        assert stat.S_ISDIR(path.parent.lstat().st_mode)
+    assert [(path.name, path.read_text()) for path in theirs.iterdir()] == [(path.name, "precious")]
 
 
 # ---- systems that cannot -------------------------------------------------------------------------

@@ -262,9 +262,16 @@ TIERS = [
     Mutant(
         "bad files stay",
         "csrc/page_files.cpp",
-        "        if (outcome < 0) ::unlinkat(files_.folder, name, 0);\n",
+        "        if (outcome < 0) place.unlink();\n",
         "",
         ("csrc/tests/test_page_files",),
+    ),
+    Mutant(
+        "a link in place of a folder of pages is followed",
+        "csrc/page_files.cpp",
+        "O_PATH | O_DIRECTORY | O_NOFOLLOW",
+        "O_PATH | O_DIRECTORY",
+        (DISK + "entry.py::test_what_is_in_place_of_a_folder_of_pages_makes_way",),
     ),
     Mutant(
         "files half written stay",
