@@ -208,9 +208,15 @@ def _row(
 
 
 def _lookups(bench: OffloadBench, tier: str, folder: Path) -> dict[str, float]:
-    rig = Rig(tier, folder, LOOKUP_PAGE_BYTES, -(-bench.tokens // BLOCK_TOKENS), bench.seed)
+    pages = -(-bench.tokens // BLOCK_TOKENS)
+    rig = Rig(tier, folder, LOOKUP_PAGE_BYTES, pages, bench.seed, spare=4 * LOOKUPS)
     try:
         first, *again = rig.lookups(bench.tokens, 1 + LOOKUPS)
+    finally:
+        rig.close()
+    rig = Rig(tier, folder / "beside", LOOKUP_PAGE_BYTES, pages, bench.seed, spare=4 * LOOKUPS)
+    try:
+        _, *beside = rig.lookups(bench.tokens, 1 + LOOKUPS, beside_stores=True)
     finally:
         rig.close()
     return {
@@ -219,6 +225,7 @@ def _lookups(bench: OffloadBench, tier: str, folder: Path) -> dict[str, float]:
         "repeated_seconds": median(seconds for seconds, _ in again),
         "repeated_cpu_seconds": median(cpu for _, cpu in again),
         "repeated_seconds_worst": max(seconds for seconds, _ in again),
+        "repeated_beside_stores_seconds": median(seconds for seconds, _ in beside),
     }
 
 
@@ -251,7 +258,8 @@ def describe(report: dict[str, Any]) -> Sequence[str]:
     lines += [
         f"lookup of {report['lookup_tokens']:,} tokens, {tier}: first {t['first_seconds'] * 1e3:.2f}"
         f" ms ({t['first_cpu_seconds'] * 1e3:.2f} of CPU), again {t['repeated_seconds'] * 1e3:.3f} ms"
-        f" ({t['repeated_cpu_seconds'] * 1e3:.3f}; aim at 1M: at most {most * 1e3:g})"
+        f" ({t['repeated_cpu_seconds'] * 1e3:.3f}; aim at 1M: at most {most * 1e3:g}), when others"
+        f" have stored {t['repeated_beside_stores_seconds'] * 1e3:.3f} ms"
         for tier, t in report["lookups"].items()
     ]
     if report["loads"]["rows"]:

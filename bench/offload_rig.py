@@ -49,12 +49,17 @@ class Seconds(NamedTuple):
 class Rig:
     """A tier, an arena, a manager, a driver; `pages` of `page_bytes`, one request's. `close` it.
 
+    Args:
+        spare: pages that the tier has room for beside.
+
     Raises:
         ConfigError: less memory or disk than that takes.
     """
 
-    def __init__(self, tier: str, folder: Path, page_bytes: int, pages: int, seed: int) -> None:
-        self._pages, self._page_bytes = pages, page_bytes
+    def __init__(
+        self, tier: str, folder: Path, page_bytes: int, pages: int, seed: int, *, spare: int = 0
+    ) -> None:
+        self._pages, self._page_bytes, self._spare = pages, page_bytes, spare
         self._random = np.random.default_rng(seed)
         layers, rest = divmod(page_bytes, PAGE_UNIT)
         head_dim = page_bytes // (4 * BLOCK_TOKENS) if rest else 64
@@ -78,7 +83,7 @@ class Rig:
         self._offload = Offload(self._manager, connector, regions)
 
     def _connector(self, tier: str, folder: Path, name: Fingerprint) -> Connector:
-        geometry, pages = self._geometry, self._pages
+        geometry, pages = self._geometry, self._pages + self._spare
         if tier == "host":
             return CpuConnector(geometry, pages=[pages])
         disk = DiskConnector(
@@ -102,14 +107,22 @@ class Rig:
             self._settle()
         return Seconds(plan_store, store, lookup, plan_load, load, below)
 
-    def lookups(self, tokens: int, times: int) -> list[tuple[float, float]]:
-        """Seconds, and CPU seconds, of `times` lookups of one request, all of it in the tier."""
+    def lookups(
+        self, tokens: int, times: int, *, beside_stores: bool = False
+    ) -> list[tuple[float, float]]:
+        """Seconds, and CPU seconds, of `times` lookups of one request, all of it in the tier.
+
+        Args:
+            beside_stores: between two of them, two pages of another request are stored.
+        """
         prompt = self._fresh()
         self._store(prompt, self._content())
         self._manager.clear()
         request = self._manager.open(prompt[:tokens])
         seconds = []
-        for _ in range(times):
+        for turn in range(times):
+            if beside_stores and turn:
+                self._store_others(2)
             begin, cpu = time.perf_counter(), time.thread_time()
             hit = self._offload.lookup(request)
             seconds.append((time.perf_counter() - begin, time.thread_time() - cpu))
@@ -151,6 +164,22 @@ class Rig:
             self._wait(begin, "stored")
             offload.poll()
         return planned, time.perf_counter() - begin
+
+    def _store_others(self, pages: int) -> None:
+        request = self._manager.open(self._random.integers(0, 2**31, pages * BLOCK_TOKENS + 1))
+        self._manager.lookup(request)
+        step = self._manager.begin_step()
+        grant = self._manager.allocate(request, pages * BLOCK_TOKENS)
+        if grant is None:
+            raise InvariantError(f"the arena has no room for {pages} pages more")
+        self._manager.commit(request, grant.end)
+        self._manager.end_step(step)
+        self._manager.finish(request)
+        before = self._offload.stats().stored_pages
+        self._offload.end_of_step()
+        self._settle()
+        if self._offload.stats().stored_pages != before + pages:
+            raise InvariantError(f"the tier has no room for {pages} pages more")
 
     def _load(
         self, tokens: NDArray[np.int32], content: NDArray[np.uint8]

@@ -27,7 +27,7 @@ twice) is settled here; the engine only ever sees a request that runs or one tha
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -48,7 +48,7 @@ from kvcache.connectors.base import (
 from kvcache.connectors.event_stream import TierStream
 from kvcache.connectors.offload_loads import Loads
 from kvcache.connectors.offload_records import (
-    Known,
+    Faults,
     Reach,
     Timing,
     hand_back,
@@ -129,33 +129,76 @@ class Offload:
         namespace, faults = manager.info(handle).namespace, self._loads.faults.get(handle)
         if faults is not None and faults.loads >= MAX_FAILED_LOADS:
             return manager.lookup(handle)
-        digests = manager.group_digests(handle)
-        now = Known(self._scheduler.version, [len(rows) for rows in digests])
+        keys = RequestKeys(handle, namespace, manager.group_digests(handle))
         reach = self._held.setdefault(handle, None)
-        if reach is not None and reach.known == now and now.version is not None:
-            digests = [rows[:n] for rows, n in zip(digests, reach.rows, strict=True)]
-        keys = RequestKeys(handle, namespace, digests)
+        if reach is not None and self._stands(reach, keys):
+            digests = [rows[:n] for rows, n in zip(keys.digests, reach.rows, strict=True)]
+            hit = self._look_up(keys._replace(digests=digests), faults)[0]
+            if hit is None or max(hit.hit_tokens, hit.junction) <= reach.tokens:
+                return hit  # else the device has what was the gap
+        version = self._scheduler.version
+        hit, present = self._look_up(keys, faults)
+        if hit is not None:
+            self._narrow(keys, present, hit, version)
+        return hit
+
+    def _look_up(
+        self, keys: RequestKeys, faults: Faults | None
+    ) -> tuple[Hit | None, list[NDArray[np.uint8]]]:
+        """The hit, and which of the keys the tier has for it; None: it does not know yet."""
         present = self._scheduler.lookup(keys)
         if present is None:
-            return None
+            return None, []
         if faults is not None:
             present = [flags.copy() for flags in present]
             for group, index in faults.lost:
                 present[group][index[index < len(present[group])]] = 0
-        hit = manager.lookup(handle, present)
-        self._narrow(keys, present, hit, now)
-        return hit
+        return self.manager.lookup(keys.request, present), present
+
+    def _stands(self, reach: Reach, keys: RequestKeys) -> bool:
+        """Whether nothing that was stored since lets a hit go further. O(groups)."""
+        version = self._scheduler.version
+        if version is None or reach.keys != [len(rows) for rows in keys.digests]:
+            return False
+        if version != reach.version:
+            behind = self._behind(reach.gap, keys)
+            if behind is None or reach.behind is None:
+                return False
+            if not all(map(np.array_equal, behind, reach.behind)):
+                return False
+            reach.version = version
+        return True
+
+    def _behind(
+        self, gap: list[NDArray[np.uint8]], keys: RequestKeys
+    ) -> list[NDArray[np.uint8]] | None:
+        """Whether the tier has the keys of a gap; None: it cannot tell, or not whether that is all."""
+        if not any(rules.kind == "full" for rules in self.manager.geometry.rules):
+            return None
+        return self._scheduler.holds(keys._replace(digests=gap)) if any(map(len, gap)) else []
 
     def _narrow(
-        self, keys: RequestKeys, present: list[NDArray[np.uint8]], hit: Hit, known: Known
+        self, keys: RequestKeys, present: list[NDArray[np.uint8]], hit: Hit, version: Hashable
     ) -> None:
         """Ends pins behind the first gap in attention: nothing there can be part of a hit."""
         tokens = max(hit.hit_tokens, hit.junction)
-        rows = [tokens // span if span else 0 for span in self.manager.geometry.block_tokens]
+        geometry = self.manager.geometry
+        rows = [tokens // span if span else 0 for span in geometry.block_tokens]
+        gap = [
+            digests[n : n + (rules.kind == "full")]
+            for digests, n, rules in zip(keys.digests, rows, geometry.rules, strict=True)
+        ]
         if any(flags[n:].any() for flags, n in zip(present, rows, strict=True)):
             digests = [d[:n] for d, n in zip(keys.digests, rows, strict=True)]
             self._scheduler.narrow(keys._replace(digests=digests))
-            self._held[keys.request] = Reach(known, rows)
+        self._held[keys.request] = Reach(
+            keys=[len(d) for d in keys.digests],
+            rows=rows,
+            tokens=tokens,
+            gap=[own.copy() for own in gap],
+            version=version,
+            behind=self._behind(gap, keys),
+        )
 
     def explain(self, handle: int) -> Explanation:
         """`Manager.explain`, with what the tier holds now though the last lookup did not find it there.

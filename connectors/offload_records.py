@@ -18,21 +18,21 @@ from kvcache.core.manager import Manager
 from kvcache.core.values import sequence, shown
 
 
-class Known(NamedTuple):
-    """What a lookup goes by: with the same it would find the same."""
+@dataclass(slots=True)
+class Reach:
+    """How far the last lookup of a request came, and the tier's pins with it: no hit went further."""
 
-    version: Hashable
-    """Of the tier; None: it cannot be told."""
     keys: list[int]
-    """Of each group: those that the request has."""
-
-
-class Reach(NamedTuple):
-    """How far the pins of a lookup go, because no hit goes further."""
-
-    known: Known
+    """Of each group: those that the request had."""
     rows: list[int]
-    """Of each group: the keys that are pinned."""
+    """Of each group: those of them that are pinned."""
+    tokens: int
+    gap: list[NDArray[np.uint8]]
+    """Of each group of full attention, the first key behind; all hits end before it."""
+    version: Hashable
+    """Of the tier, when it was last seen that this has not changed."""
+    behind: list[NDArray[np.uint8]] | None = None
+    """Whether the tier has the keys of the gap; None: it cannot be told."""
 
 
 class Timing(NamedTuple):

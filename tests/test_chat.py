@@ -145,6 +145,20 @@ def test_a_stopped_answer_is_part_of_the_conversation(chat: Chat) -> None:
     assert chat.answer.usage.device_tokens > 0
 
 
+def test_an_answer_that_nobody_hears_to_its_end_is_in_no_other_one(chat: Chat) -> None:
+    expected = say(chat, Conversation(), "second question", max_tokens=12)
+    left = Conversation()
+    hearing = chat.ask(left, "first question", max_tokens=40)
+    next(hearing)
+    hearing.close()
+    assert left == Conversation()
+    for _ in range(2):
+        asked = Conversation()
+        assert say(chat, asked, "second question", max_tokens=12) == expected
+        assert chat.answer.usage.output_tokens == 12
+        assert asked.messages[-1].content == expected
+
+
 def test_a_conversation_survives_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvcache.connectors.base import Connector
 from kvcache.connectors.driver import Offload
-from kvcache.core.errors import CapacityError, ConfigError
+from kvcache.core.errors import CapacityError, ConfigError, HandleError
 from kvcache.core.hashing import Fingerprint
 from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
@@ -24,7 +25,7 @@ from kvcache.engine.chat import DEFAULT_SYSTEM, Message, encode_chat, encode_rep
 from kvcache.engine.engine import Engine, EngineSettings
 from kvcache.engine.model import Model
 from kvcache.engine.queues import Counters
-from kvcache.engine.request import Reason, Token, Usage
+from kvcache.engine.request import Finished, Reason, Usage
 from kvcache.engine.runner import TorchRunner
 from kvcache.engine.speculative import SpeculativeRunner, joint_fingerprint, joint_geometry
 from kvcache.engine.tokenizer import StreamDecoder, Tokenizer
@@ -140,8 +141,8 @@ class Chat:
     ) -> Iterator[str]:
         """Pieces of the answer to a message, as they come; then `answer` says what it cost.
 
-        The conversation takes message and answer when the answer is over. `stopped` is asked before
-        each step: True ends the answer where it is.
+        The conversation takes message and answer when the answer is over; of one that is not heard to
+        its end, nothing. `stopped` is asked before each step: True ends the answer where it is.
 
         Raises:
             InputError: the message has no UTF-8 form.
@@ -164,20 +165,28 @@ class Chat:
         decoder = StreamDecoder(self._tokenizer)
         output: list[int] = []
         pieces: list[str] = []
+        end: Finished | None = None
         aborted = False
-        while self._engine.busy:
-            if not aborted and stopped():
-                aborted = True
-                self._engine.abort(request)
-            for event in self._engine.step():
-                if isinstance(event, Token):
+        try:
+            while end is None:
+                if not aborted and stopped():
+                    aborted = True
+                    self._engine.abort(request)
+                for event in self._engine.step():
+                    if event.request != request:
+                        continue  # the end of an answer that nobody wanted to hear
+                    if isinstance(event, Finished):
+                        end = event
+                        continue
                     first = first or time.perf_counter()
                     output.append(event.token)
                     pieces.append(decoder.push(event.token))
                     if pieces[-1]:
                         yield pieces[-1]
-                else:
-                    end = event
+        finally:
+            if end is None and not aborted:
+                with suppress(HandleError):  # the step that raised may have ended it
+                    self._engine.abort(request)
         pieces.append(decoder.flush())
         if pieces[-1]:
             yield pieces[-1]

@@ -206,7 +206,8 @@ class Engine:
 
         Returns at once unless there is nothing to compute and a transfer or a page is awaited: then
         after `idle_wait_seconds` at most. If the runner raises, the requests of its batch end with
-        `Reason.ERROR`, and the exception goes on.
+        `Reason.ERROR`, and the exception goes on. If its `move_pages` does, no request ends: what is
+        cached on the device is forgotten, and all that run are computed again.
         """
         self._pauses.require_awake()
         begin, counters = self._clock(), self.counters
@@ -335,7 +336,11 @@ class Engine:
         moves = self._manager.take_moves()
         if len(moves):
             begin = self._clock()
-            self._runner.move_pages(moves)
+            try:
+                self._runner.move_pages(moves)
+            except BaseException:
+                self.scheduler.forget_pages()
+                raise
             self.counters.runner_seconds += self._clock() - begin
 
     def _take(

@@ -162,6 +162,18 @@ class Queues:
             self._manager.preempt(request.id)
             self._wait_again(request)
 
+    def forget_pages(self) -> None:
+        """What the device's pages hold is not known: nothing there is a hit, everybody waits again."""
+        self._manager.clear()  # first: nothing gets a key, or is stored, any more
+        for request in list(self.running):
+            self.running.remove(request)
+            if self._offload is not None:
+                self._offload.release(request.id)
+            self._manager.preempt(request.id)
+            self._wait_again(request)
+            self.counters.preemptions += 1
+        self.drop_loads()
+
     def _wait_again(self, request: Request) -> None:
         request.lose_pages()
         insort(self.waiting, request, key=rank)

@@ -264,7 +264,12 @@ class Scheduler(Room):
     def _begin(self, request: Request, hit: Hit, grant: Grant, batch: list[Work]) -> int:
         """It has its pages: it runs, or waits for a load. Returns the tokens that it computes."""
         if grant.load:
-            self._move_pages()
+            try:
+                self._move_pages()
+            except BaseException:
+                if request.status is not Status.DONE:
+                    self._give_back(request)
+                raise
             if request.status is Status.DONE:
                 return 0  # aborted from inside the runner
         self.waiting.remove(request)
@@ -277,6 +282,12 @@ class Scheduler(Room):
             self._run(request, grant.hit_tokens, 0)
             return self._commit(batch, request, grant)
         return 0
+
+    def _give_back(self, request: Request) -> None:
+        """It waits on, without the pages of a load that was not started."""
+        assert self._offload is not None
+        self._offload.release(request.id)
+        self._manager.preempt(request.id)
 
     def _candidates(self) -> list[Request]:
         """Who waits, by rank; after a step with too many, beginning where it stopped."""

@@ -96,6 +96,8 @@ def test_lookups_are_of_the_whole_prompt(tmp_path: Path) -> None:
         taken = rig.lookups(1600, 5)
         assert len(taken) == 5
         assert all(seconds > 0 for seconds, _ in taken)
+        with pytest.raises(InvariantError, match="no room for 2 pages more"):
+            rig.lookups(1600, 2, beside_stores=True)
         rig._store = lambda *_: (0.0, 0.0)  # type: ignore[method-assign]
         with pytest.raises(InvariantError, match="is not in the tier"):
             rig.lookups(1600, 1)
@@ -146,19 +148,15 @@ def test_the_table_has_a_line_for_each_row_and_each_lookup(
     assert [line.split()[0] for line in lines[1:-1]] == ["tier", "host", "lookup"]
 
 
-def test_rounds_are_the_same_for_a_seed(tmp_path: Path) -> None:
-    bench = OffloadBench(
-        model="none",
-        tiers=("host",),
-        page_bytes=(PAGE,),
-        counts=(2,),
-        tokens=64,
-        repeats=1,
-        folder=str(tmp_path),
-    )
-    report = run_offload_bench(bench, lambda _: None)
-    assert [row["pages"] for row in report["transfers"]] == [2]
-    assert report["seed"] == 0
+def test_prompts_and_contents_are_the_same_for_a_seed(tmp_path: Path) -> None:
+    made = []
+    for seed in (1, 1, 2):
+        rig = Rig("host", tmp_path, PAGE, 2, seed=seed)
+        made.append((rig._fresh().tobytes(), rig._content().tobytes()))
+        rig.close()
+    assert made[0] == made[1]
+    assert made[0][0] != made[2][0]
+    assert made[0][1] != made[2][1]
 
 
 def test_a_model_loads_always_or_never_or_as_it_thinks_best(

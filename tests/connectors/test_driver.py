@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,6 +143,19 @@ def lose_block(e: Engine, handle: int, block: int) -> None:
     pool.release(np.array([slot], np.int32))
 
 
+def compute_beside(e: Engine, tokens: list[int]) -> None:
+    """Another request, without the tier: all is computed, while others wait."""
+    step = e.manager.begin_step()
+    other = e.open(tokens)
+    e.manager.lookup(other)
+    grant = e.manager.allocate(other, len(tokens))
+    assert grant is not None
+    e.compute(other, e.requests[other], grant)
+    e.manager.end_step(step)
+    e.offload.end_of_step()
+    e.close(other, "abort")
+
+
 def test_a_lookup_pins_nothing_behind_the_first_gap() -> None:
     with engine() as e:
         prompt = text(0, 41)
@@ -185,15 +199,7 @@ def test_a_gap_that_was_filled_is_seen_by_the_next_lookup() -> None:
         waiting = e.open(prompt)
         lose_block(e, waiting, 3)
         first = e.offload.lookup(waiting)
-        step = e.manager.begin_step()
-        other = e.open(prompt[:17])
-        e.manager.lookup(other)  # without the tier: all is computed again
-        grant = e.manager.allocate(other, 17)
-        assert grant is not None
-        e.compute(other, e.requests[other], grant)
-        e.manager.end_step(step)
-        e.offload.end_of_step()
-        e.close(other, "abort")
+        compute_beside(e, prompt[:17])
         assert e.offload.drain(PATIENCE)
         e.manager.clear()
         second = e.offload.lookup(waiting)
@@ -202,6 +208,53 @@ def test_a_gap_that_was_filled_is_seen_by_the_next_lookup() -> None:
         assert [first.hit_tokens, second.hit_tokens] == [12, 40]
         e.close(waiting, "abort")
         e.assert_idle()
+
+
+def test_a_gap_that_the_device_filled_is_seen_by_the_next_lookup() -> None:
+    """Of which the tier knows nothing: what it has behind is part of the hit from then on."""
+    with engine(lazy_bytes=1) as e:
+        prompt = text(0, 41)
+        e.serve(prompt)
+        assert e.offload.drain(PATIENCE)
+        e.manager.clear()
+        waiting = e.open(prompt)
+        lose_block(e, waiting, 3)
+        hits = [e.offload.lookup(waiting)]
+        compute_beside(e, prompt[:17])
+        hits.append(e.offload.lookup(waiting))
+        assert [hit and hit.hit_tokens for hit in hits] == [12, 40]
+        e.close(waiting, "abort")
+        e.assert_idle()
+
+
+def test_a_repeated_lookup_asks_for_the_gap_alone_when_others_have_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with engine() as e:
+        prompt = text(0, 41)
+        e.serve(prompt)
+        e.manager.clear()
+        handle = e.open(prompt)
+        lose_block(e, handle, 3)
+        e.offload.lookup(handle)
+        asked: list[int] = []
+        for name in ("acquire", "present"):
+            real = getattr(PagePool, name)
+
+            def counted(*args: Any, real: Any = real) -> Any:
+                asked.append(len(args[2]))
+                return real(*args)
+
+            monkeypatch.setattr(PagePool, name, counted)
+        for other in range(1, 4):
+            compute_beside(e, text(other, 21))
+            assert e.offload.drain(PATIENCE)
+            asked.clear()
+            hit = e.offload.lookup(handle)
+            assert hit is not None
+            assert hit.hit_tokens == 12
+            assert sum(asked) <= 2
+        e.close(handle, "abort")
 
 
 def test_a_gap_that_another_process_filled_is_seen_by_the_next_lookup(tmp_path: Path) -> None:

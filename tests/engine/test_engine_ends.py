@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,6 +82,61 @@ def test_a_runner_that_raises_ends_its_batch_and_not_the_engine() -> None:
         again = r.engine.add_request(prompts[0], max_new_tokens=3)
         assert r.engine.run()[again].tokens == expected_output(prompts[0], 3)
         assert r.held == 0
+
+
+class FailingMoves(StampRunner):
+    """Its moves of pages fail, in the middle of several."""
+
+    failures = 0
+
+    def move_pages(self, moves: Any) -> None:
+        if self.failures:
+            self.failures -= 1
+            super().move_pages(moves[: len(moves) // 2])
+            raise RuntimeError("injected: move_pages")
+        super().move_pages(moves)
+
+
+@pytest.mark.parametrize("tier_pages", [None, [64, 32, 16]])
+def test_after_a_failed_move_of_pages_no_answer_is_wrong(tier_pages: list[int] | None) -> None:
+    failed = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        with rig(24, 16, 64, states=1, tier_pages=tier_pages, runner_type=FailingMoves) as r:
+            prompts = [tokens(rng.randrange(40, 200), seed * 100 + i) for i in range(6)]
+            asked: dict[int, list[int]] = {}
+            for turn in range(40):
+                prompt = rng.choice(prompts)[: rng.randrange(20, 200)]
+                asked[r.engine.add_request(prompt, max_new_tokens=4)] = prompt
+                runner = r.runner
+                assert isinstance(runner, FailingMoves)
+                runner.failures = turn % 2
+                if turn % 3 == 0:
+                    failed += _serve(r, asked)
+            runner.failures = 0
+            failed += _serve(r, asked)
+            assert r.held == 0
+    assert failed > 12
+
+
+def _serve(r: Rig, asked: dict[int, list[int]]) -> int:
+    """All that were asked get their answers; how often a step failed meanwhile."""
+    failed, answers = 0, {request: [] for request in asked}
+    while r.engine.busy:
+        try:
+            events = r.engine.step()
+        except RuntimeError as fault:
+            assert "injected" in str(fault)
+            failed += 1
+            continue
+        for event in events:
+            if isinstance(event, Finished):
+                assert event.reason is Reason.LENGTH
+                assert answers[event.request] == expected_output(asked.pop(event.request), 4)
+            else:
+                answers[event.request].append(event.token)
+    assert not asked
+    return failed
 
 
 @pytest.mark.parametrize("tier_pages", [None, [8]])

@@ -18,6 +18,13 @@ RANKS = SHARDED + "ranks_compute_what_one_rank_computes"
 
 ENGINE = [
     Mutant(
+        "pages are taken for right after a failed move",
+        "kvcache/engine/engine.py",
+        "                self.scheduler.forget_pages()\n",
+        "                pass\n",
+        ("tests/engine/test_engine_ends.py::test_after_a_failed_move_of_pages_no_answer_is_wrong",),
+    ),
+    Mutant(
         "a window a token wide of what it should be",
         LAYERS + "attend.py",
         "max(0, position + 1 - self.window)",

@@ -12,6 +12,15 @@ BROKEN = ("ContractError",)
 
 TIERS = [
     Mutant(
+        "what the tier has behind a gap that the device filled is not looked for",
+        "connectors/driver.py",
+        "if hit is None or max(hit.hit_tokens, hit.junction) <= reach.tokens:",
+        "if hit is None or max(hit.hit_tokens, hit.junction) <= 1 << 60:",
+        (
+            "tests/connectors/test_driver.py::test_a_gap_that_the_device_filled_is_seen_by_the_next_lookup",
+        ),
+    ),
+    Mutant(
         "the head of a prefix is older than its tail after a restart",
         "connectors/disk_worker.py",
         "times = self._last_time - np.arange(len(good))",
