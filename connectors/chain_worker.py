@@ -286,9 +286,10 @@ class ChainWorker(TierWorker):
             now = time.monotonic()
             if self._results or now >= end:
                 return bool(self._results)
-            dues = [flight.due for flight in self._flights if not flight.late]
+            # A tier that does not say of itself what is late is waited for no less patiently.
+            dues = [it.due for it in self._flights if not it.late and it.due > now]
             seconds = min([end, *dues]) - now
-            self._came.wait(max(seconds, 0.0) if self._tells else min(seconds, SLICE_SECONDS))
+            self._came.wait(seconds if self._tells else min(seconds, SLICE_SECONDS))
 
     # ---- the background ------------------------------------------------------------------------
 

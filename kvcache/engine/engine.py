@@ -388,10 +388,10 @@ class Engine:
     def _idle(self) -> None:
         """Nothing could be computed: wait for transfers, or for pages that are held from outside.
 
-        A request that waits too long is given up.
+        A request that waits too long is given up; not while loads are in flight, which have deadlines.
         """
         now = self._clock()
-        if self._idle_since is None:
+        if self._idle_since is None or self.scheduler.loading:
             self._idle_since = now
         elif now - self._idle_since > self.settings.stall_seconds:
             self._idle_since = None

@@ -23,7 +23,7 @@ class EngineSettings:
     idle_wait_seconds: float = 0.002
     """How long one step waits for transfers or pages when it has nothing to compute."""
     stall_seconds: float = 60.0
-    """After so long without any progress the oldest request is given up."""
+    """After so long without any progress, and without a load in flight, the oldest request is given up."""
     priority_seconds: float = 60.0
     """A request goes before one of the next lower priority that came up to so much earlier."""
     loads: str = "auto"

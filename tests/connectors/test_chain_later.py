@@ -1,4 +1,4 @@
-"""A chain of tiers that know only later what they hold: what was asked is released, whatever was said."""
+"""A chain of tiers that answer late, or never: what they were asked is released, and nobody spins."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tiers.late import pass_deadlines
 
 from kvcache.connectors.base import Connector, RequestKeys
 from kvcache.connectors.chain import ChainConnector
 from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.pool_scheduler import PoolScheduler
-from kvcache.connectors.testing import Setup, chain, rig
+from kvcache.connectors.testing import Faults, FaultyWorker, Setup, chain, rig, with_faults
 
 
 class Later(PoolScheduler):
@@ -71,3 +72,43 @@ def test_what_a_tier_was_asked_is_released_though_it_never_answered(
         r.scheduler.release(9)
         assert tier.asked == set()
         assert r.pinned() == 0
+
+
+def test_waiting_for_a_tier_that_never_says_what_is_late_is_no_busy_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silent: list[FaultyWorker] = []
+
+    def made(setup: Setup) -> Connector:
+        lower, worker = with_faults(later(setup), Faults(drop=1.0))
+        silent.append(worker)
+        return ChainConnector(CpuConnector(setup.geometry, pages=setup.pages), lower)
+
+    with rig(made) as r:
+        keys = chain("a", 2)
+        below: Any = r.scheduler.tiers[1]  # type: ignore[attr-defined]
+        assert r.store(keys) == keys
+        assert not r.worker.flush(0.05)
+        silent[0].recover()
+        assert r.worker.flush(10.0)
+        r.store(chain("b", r.setup.pages[0]))  # the upper tier has room for these alone
+        while r.scheduler.lookup(r.request_keys(1, keys)) is None:
+            pass
+        load = r.plan_load(1, keys)
+        r.submit(load)
+        silent[0].settle()
+        pass_deadlines(monkeypatch)
+        polls = 0
+        real = below.worker.poll
+
+        def poll() -> Any:
+            nonlocal polls
+            polls += 1
+            return real()
+
+        monkeypatch.setattr(below.worker, "poll", poll)
+        assert not r.worker.wait(0.1)
+        assert polls < 50
+        monkeypatch.undo()
+        silent[0].recover()
+        r.scheduler.complete(r.results(load.id)[load.id][-1])

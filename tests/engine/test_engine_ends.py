@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine.rig import DRAIN_SECONDS, Rig, generate, held_pages, rig, tokens
+from engine.rig import DRAIN_SECONDS, Gate, Rig, generate, held_pages, rig, tokens
 from engine.stamp_runner import VOCAB, StampRunner, expected_output
+from tiers.late import pass_deadlines
 
 from kvcache import (
     KVCacheError,
@@ -161,6 +162,32 @@ def test_a_request_whose_pages_never_come_free_is_given_up(tier_pages: list[int]
         assert results[stuck].reason is Reason.STALLED
         assert results[after].tokens == expected_output(tokens(20, 3), 2)
         r.manager.unpin(0, items["page"].astype(np.int32))
+        assert r.held == 0
+
+
+def test_a_load_may_take_longer_than_a_request_may_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a deadline of its own, after which its request is computed."""
+    gate = Gate()
+    gate.open.set()
+    with rig([20], tier_pages=[20], tier={"copy": gate}, stall_seconds=0.001) as r:
+        prompt = tokens(60, 1)
+        generate(r.engine, prompt, 1)
+        assert r.offload is not None
+        assert r.offload.drain(DRAIN_SECONDS)
+        r.manager.clear()
+        gate.open.clear()
+        gate.entered.clear()
+        request = r.engine.add_request(prompt, max_new_tokens=3)
+        assert r.engine.step() == []
+        assert gate.entered.wait(DRAIN_SECONDS)
+        for _ in range(9):  # each waits for longer than that
+            assert r.engine.step() == []
+        pass_deadlines(monkeypatch)
+        result = r.engine.run()[request]
+        assert (result.reason, result.tokens) == (Reason.LENGTH, expected_output(prompt, 3))
+        assert result.usage.cached_tokens == 0
+        monkeypatch.undo()
+        gate.open.set()
         assert r.held == 0
 
 
