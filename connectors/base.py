@@ -358,7 +358,10 @@ class TierWorker(ABC):
         return False
 
     def flush(self, timeout_seconds: float) -> bool:  # noqa: ARG002
-        """Wait until what was stored so far lies in the last tier. False: the time was over."""
+        """Wait until what was stored so far lies in the last tier, or has failed: then it is counted.
+
+        False: the time was over.
+        """
         return True
 
     def stop(self) -> None:  # noqa: B027  (a worker that cannot runs what is queued until it is closed)

@@ -16,9 +16,11 @@ from kvcache.connectors.base import (
     QUEUE_FULL,
     KeyedPages,
     TierScheduler,
+    TierStats,
     Transfer,
     TransferResult,
 )
+from kvcache.connectors.tier_counts import count_failure
 
 MAX_DESCENTS = 2
 """Writes to the lower tier in flight: one runs, one waits."""
@@ -63,7 +65,9 @@ class Descents:
         self._backlog = Backlog(most_behind)
         self._known: dict[int, Descent] = {}
         self.dropped_pages = 0
-        """Keys that were added and never written."""
+        """Keys that were added, and were gone, or one too many, before their turn to be written."""
+        self.failures = TierStats()
+        """Of writes that failed: they are not tried again."""
 
     def __len__(self) -> int:
         """Keys that wait to be written, or are being written."""
@@ -107,11 +111,16 @@ class Descents:
         descent = self._known[result.id]
         self._lower.complete(result)
         if result.late:
+            self.failures.late_transfers += 1
             return
         del self._known[result.id]
         self._upper.drop(descent.held)
         if result.error.startswith(QUEUE_FULL):
             self._backlog.give_back(descent.keys)
+        else:
+            count = len(descent.write.slots)
+            good = int((result.ok == 1).sum()) if len(result.ok) == count else 0
+            count_failure(self.failures, result, count - good)
 
 
 class Backlog:

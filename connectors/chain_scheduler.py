@@ -12,6 +12,7 @@ is held, as for a load.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -332,12 +333,15 @@ class ChainScheduler(TierScheduler):
     def stats(self) -> TierStats:
         """What the chain was asked for; fill and evictions of both tiers together.
 
-        What is held for the background is not counted as pinned.
+        What is held for the background is not counted as pinned; its writes that failed are counted
+        as failed, and what was not written for want of a slot or of time as dropped.
         """
-        upper, lower = self._upper.stats(), self._lower.stats()
+        upper, lower, failures = self._upper.stats(), self._lower.stats(), self.descents.failures
         return replace(
             self._counts,
-            errors=dict(self._counts.errors),
+            errors=dict(Counter(self._counts.errors) + Counter(failures.errors)),
+            failed_pages=self._counts.failed_pages + failures.failed_pages,
+            late_transfers=self._counts.late_transfers + failures.late_transfers,
             capacity_bytes=upper.capacity_bytes + lower.capacity_bytes,
             used_bytes=upper.used_bytes + lower.used_bytes,
             pinned_pages=upper.pinned_pages + lower.pinned_pages - self.descents.held_pages,
@@ -348,7 +352,9 @@ class ChainScheduler(TierScheduler):
             busy_calls=upper.busy_calls + lower.busy_calls,
             repairs=upper.repairs + lower.repairs,
             gone_pages=upper.gone_pages + lower.gone_pages,
-            dropped_store_pages=upper.dropped_store_pages + self.descents.dropped_pages,
+            dropped_store_pages=upper.dropped_store_pages
+            + lower.dropped_store_pages
+            + self.descents.dropped_pages,
         )
 
     def open_work(self) -> OpenWork:

@@ -309,7 +309,10 @@ class ChainWorker(TierWorker):
         self._scheduler.descents.complete(replace(result, id=transfer.id))
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until all that was stored lies in the lower tier, or does not fit there."""
+        """Wait until all that was stored lies in the lower tier, or could not be written there.
+
+        What could not is counted (`TierStats.failed_pages`, `dropped_store_pages`, `errors`).
+        """
         end = time.monotonic() + timeout_seconds
         while True:
             self._came.clear()

@@ -352,8 +352,8 @@ class Offload:
 
         Also False, at once when nothing is in flight, where the oldest request waits for space: no
         store begins then, and what waits for its turn would wait for the engine's next step.
-        A tier made of several has all of it in the last one then. Results of loads stay for the
-        next `poll`.
+        A tier made of several has all of it in the last one then, but for what `stats` counts as
+        dropped or failed. Results of loads stay for the next `poll`.
         """
         end = time.monotonic() + wait_seconds(timeout_seconds, "timeout_seconds")
         self._stores.everything()

@@ -116,6 +116,8 @@ def test_a_disk_that_raises_costs_what_was_to_sink_and_nothing_else(
         assert r.worker.poll() == []
         assert r.store(chain("b", 2)) == chain("b", 2)
         assert r.worker.flush(PATIENCE)
+        stats = r.scheduler.stats()
+        assert (stats.stored_pages, stats.failed_pages, stats.errors) == (4, 2, {"OSError": 1})
         assert lower.scheduler.stats().errors == {"OSError": 1}
         held = lower.scheduler.holds(r.request_keys(1, [*chain("a", 2), *chain("b", 2)]))
         assert held is not None
