@@ -41,7 +41,7 @@ from kvcache.connectors.tier_stats import TierStats
 from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.records import KEYED_DTYPE
-from kvcache.core.values import whole
+from kvcache.core.values import sequence, whole
 
 __all__ = [
     "KEYED_DTYPE",
@@ -168,6 +168,13 @@ class PageRegion:
     def __post_init__(self) -> None:
         for name in ("address", "page_bytes", "pages", "stride_bytes"):
             object.__setattr__(self, name, whole(getattr(self, name), f"PageRegion.{name}"))
+        parts = tuple(
+            tuple(
+                whole(a, "an address of PageRegion.parts") for a in sequence(part, "a part of it")
+            )
+            for part in sequence(self.parts, "PageRegion.parts")
+        )
+        object.__setattr__(self, "parts", parts)
         if self.parts and (self.address or self.page_bytes % len(self.parts)):
             raise ConfigError(
                 f"PageRegion has {len(self.parts)} parts, address {self.address} and pages of"

@@ -36,6 +36,7 @@ from kvcache.connectors.chain_scheduler import ChainScheduler
 from kvcache.connectors.copy_thread import describe
 from kvcache.connectors.memory_users import Users
 from kvcache.core.errors import ConfigError, MisuseError
+from kvcache.core.values import wait_seconds
 
 SLICE_SECONDS = 0.005
 """How often a worker is asked that does not say when it has a result."""
@@ -279,7 +280,7 @@ class ChainWorker(TierWorker):
 
     def wait(self, timeout_seconds: float) -> bool:
         """Until there is a result, or the time is over. Keeps the background going meanwhile."""
-        end = time.monotonic() + min(timeout_seconds, threading.TIMEOUT_MAX)
+        end = time.monotonic() + wait_seconds(timeout_seconds, "timeout_seconds")
         while True:
             self._came.clear()
             self._pump()

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from kvcache.connectors.base import Direction, Transfer, TransferResult, failed
 from kvcache.connectors.forks import mind_forks
 from kvcache.core.errors import MisuseError
+from kvcache.core.values import wait_seconds
 
 IDLE_SECONDS = 5.0
 """How often an idle thread looks up without being woken."""
@@ -223,7 +224,7 @@ class CopyThread(Generic[B]):
 
     def wait(self, timeout_seconds: float) -> bool:
         """Until there is a result, or the time is over."""
-        end = time.monotonic() + min(timeout_seconds, threading.TIMEOUT_MAX)
+        end = time.monotonic() + wait_seconds(timeout_seconds, "timeout_seconds")
         with self._changed:
             while True:
                 now = time.monotonic()

@@ -21,7 +21,7 @@ from kvcache.connectors.base import PageRegion
 from kvcache.core import host_memory
 
 CHUNK_BYTES = 32 << 20
-"""About 10 ms: so long a store may wait for memory, and `close` for the thread."""
+"""Some 10 ms: for two of them a store may wait, that which it needs and the one that is begun."""
 
 CLOSE_SECONDS = 10.0
 
@@ -39,15 +39,17 @@ class PoolChunks:
     Args:
         regions: slots of each group.
         make_ready: `(address, bytes)`; `OSError` where it cannot be done now. It may be asked again.
+        is_there: `(address, bytes)`: whether another process has made this ready.
     """
 
     def __init__(
         self,
         regions: Sequence[PageRegion],
         make_ready: Callable[[int, int], None],
+        is_there: Callable[[int, int], bool] = lambda *_: False,
     ) -> None:
         self._regions = tuple(regions)
-        self._make_ready = make_ready
+        self._make_ready, self._is_there = make_ready, is_there
         self._slots = [max(1, CHUNK_BYTES // region.step_bytes) for region in self._regions]
         self._ready = [
             np.zeros(-(-region.pages // slots), np.bool_)
@@ -80,6 +82,21 @@ class PoolChunks:
         flags: NDArray[np.bool_] = self._ready[group][slots // self._slots[group]]
         return flags
 
+    def have_memory(self, group: int, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """For each slot whether there is memory behind it, ready or not. A system call for each chunk."""
+        flags = self._ready[group].copy()
+        for chunk in np.unique(slots // self._slots[group]).tolist():
+            flags[chunk] = flags[chunk] or self._is_there(*self._range(group, chunk))
+        there: NDArray[np.bool_] = flags[slots // self._slots[group]]
+        return there
+
+    def _range(self, group: int, chunk: int) -> tuple[int, int]:
+        """Address and bytes."""
+        region, slots = self._regions[group], self._slots[group]
+        first = chunk * slots
+        count = min(slots, region.pages - first)
+        return region.address + first * region.step_bytes, count * region.step_bytes
+
     def start(self) -> None:
         """Let the thread begin. Once."""
         self._thread.start()
@@ -91,7 +108,7 @@ class PoolChunks:
         return not self._thread.is_alive()
 
     def ensure(self, group: int, slots: NDArray[np.int32]) -> tuple[NDArray[np.bool_], str]:
-        """For each slot whether it may be written, and why not. Waits for its chunk, not for others."""
+        """For each slot whether it may be written, and why not. Waits for its chunk, and the one before."""
         good, error = self.ready(group, slots), ""
         if good.all():
             return good, error
@@ -101,18 +118,13 @@ class PoolChunks:
 
     def _prepare(self, group: int, chunk: int) -> str:
         """Empty, or why it cannot be."""
-        region, slots = self._regions[group], self._slots[group]
-        first = chunk * slots
-        count = min(slots, region.pages - first)
         with self._lock:
             if self._ready[group][chunk]:
                 return ""
             if self._stop.is_set():
                 return "the pool is closed"
             try:
-                self._make_ready(
-                    region.address + first * region.step_bytes, count * region.step_bytes
-                )
+                self._make_ready(*self._range(group, chunk))
             except OSError as fault:
                 return fault.strerror or os.strerror(fault.errno or errno.ENOMEM)
             self._ready[group][chunk] = True

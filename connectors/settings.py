@@ -20,7 +20,7 @@ MOST_SLOTS = 2**31 - 2
 def require_whole(setting: str, value: object) -> None:
     """`ConfigError` unless it is a whole number above 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{setting} is {value!r}: it must be a whole number above 0")
+        raise ConfigError(f"{setting} is {shown(value)}: it must be a whole number above 0")
 
 
 def require_seconds(setting: str, value: object) -> None:
@@ -156,7 +156,7 @@ def _require_slots(geometry: Geometry, slots: Sequence[object], setting: str) ->
     for group, count in zip(geometry.groups, slots, strict=True):
         if isinstance(count, bool) or not isinstance(count, int) or not 0 < count <= MOST_SLOTS:
             raise ConfigError(
-                f"{setting} gives group {group.name!r} {count!r} slots: it must be a whole number"
+                f"{setting} gives group {group.name!r} {shown(count)} slots: it must be a whole number"
                 " above 0 and below 2^31 - 1"
             )
 

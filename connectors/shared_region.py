@@ -39,6 +39,7 @@ from kvcache.core.host_limits import (
     require_node,
 )
 from kvcache.core.shared_pool import MOST_USERS, SharedTables, format_region, tables_bytes
+from kvcache.core.values import shown
 
 SHM = Path("/dev/shm")  # noqa: S108  (a folder of our own in it, see `_own`)
 OPEN_SECONDS = 30.0
@@ -85,7 +86,7 @@ class SharedRegion:
     ) -> None:
         if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"SharedConnector.name is {name!r}: give up to 64 letters, digits, '.', '_' or '-',"
+                f"SharedConnector.name is {shown(name)}: give up to 64 letters, digits, '.', '_' or '-',"
                 " a letter or digit first"
             )
         self._folder = SHM / f"kvcache-{os.geteuid()}" if folder is None else folder
@@ -123,14 +124,19 @@ class SharedRegion:
         )
         memory = self._memory
 
+        def is_there(address: int, size_bytes: int) -> bool:
+            at = address - base
+            return os.lseek(memory, at, os.SEEK_HOLE) >= at + size_bytes
+
         def make_ready(address: int, size_bytes: int) -> None:
-            require_room(size_bytes)
+            if not is_there(address, size_bytes):
+                require_room(size_bytes)
             os.posix_fallocate(memory, address - base, size_bytes)
             memory_calls.populate(address, size_bytes)
             if lock:
                 memory_calls.lock(address, size_bytes)
 
-        self.chunks = PoolChunks(self.regions, make_ready)
+        self.chunks = PoolChunks(self.regions, make_ready, is_there)
 
     # ---- attaching, under FOLDER/lock ----------------------------------------------------------
 

@@ -54,7 +54,7 @@ class SlotsAside:
             fill = pool.stats()
             free = pool.take(fill.capacity - fill.cached - fill.held)
             if self._chunks is not None:
-                good = self._chunks.ready(group, free)
+                good = self._chunks.have_memory(group, free)
                 pool.release(free[good])
                 free = free[~good]
             self.slots[group] = np.concatenate([self.slots[group], free])

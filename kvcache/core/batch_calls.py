@@ -44,6 +44,7 @@ class BatchCalls(ReadCalls):
                 next request is asked for. Not with drafts. Outside a step nothing is granted; where
                 memory runs out in between, that request's grant stands (`info`).
         """
+        commit = flag(commit, "commit")
         wanted = [arrays.flat(tokens, _INT64, "tokens")]
         if drafts is not None:
             if commit:
@@ -60,7 +61,7 @@ class BatchCalls(ReadCalls):
             rows,
             self._buffer("int64_t", wanted[0]),
             guesses,
-            flag(commit, "commit"),
+            commit,
             len(rows),
             self._buffer("kvc_grant", grants),
         )

@@ -10,6 +10,7 @@ from kvcache.core.batch_calls import BatchCalls
 from kvcache.core.errors import MisuseError
 from kvcache.core.layout import Geometry
 from kvcache.core.records import KEYED_DTYPE, MOVE_DTYPE
+from kvcache.core.values import whole
 
 _NO_MOVES = np.empty(0, MOVE_DTYPE)
 
@@ -64,7 +65,9 @@ class TierCalls(BatchCalls):
 
         O(result). Pages that somebody holds are not in it.
         """
-        most = 2**62 if ahead_bytes is None else ahead_bytes
+        most = (
+            2**62 if ahead_bytes is None else whole(ahead_bytes, "ahead_bytes", least=0, most=2**62)
+        )
         slabs = -(-most // self.geometry.slab_bytes)
         return self._read(KEYED_DTYPE, self._lib.kvc_next_evicted, slabs)
 

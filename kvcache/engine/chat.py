@@ -45,10 +45,14 @@ def render_chat(messages: Sequence[Message], *, answer: bool = True) -> str:
 def encode_chat(
     tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool = True
 ) -> NDArray[np.int32]:
-    """The prompt as tokens. Special tokens inside a message's content are plain text."""
+    """The prompt as tokens. Special tokens inside a message's content are plain text.
+
+    Raises:
+        InputError: a text without a UTF-8 form, or a tokenizer without the special tokens of ChatML.
+    """
     parts = []
     for special, text in _pieces(messages, answer=answer):
-        parts.append(np.array([tokenizer.specials[special]], np.int32))
+        parts.append(np.array([_special(tokenizer, special)], np.int32))
         parts.append(tokenizer.encode(text))
     return np.concatenate(parts)
 
@@ -59,7 +63,7 @@ def encode_reply(tokenizer: Tokenizer, text: str, *, ended: bool) -> NDArray[np.
     `ended`: the answer has its end already. A conversation goes on from the tokens that it was made
     of: text that is encoded anew may give others, and they would share no prefix with what is cached.
     """
-    close = () if ended else (tokenizer.specials[END],)
+    close = () if ended else (_special(tokenizer, END),)
     message = encode_chat(tokenizer, [Message("system", ""), Message("user", text)])
     empty = encode_chat(tokenizer, [Message("system", "")], answer=False)
     line = tokenizer.encode("\n")
@@ -68,4 +72,13 @@ def encode_reply(tokenizer: Tokenizer, text: str, *, ended: bool) -> NDArray[np.
 
 def end_of_answer(tokenizer: Tokenizer) -> frozenset[int]:
     """Tokens at which an answer ends."""
-    return frozenset(tokenizer.specials[text] for text in (END, "<|endoftext|>"))
+    return frozenset(_special(tokenizer, text) for text in (END, "<|endoftext|>"))
+
+
+def _special(tokenizer: Tokenizer, text: str) -> int:
+    token = tokenizer.specials.get(text)
+    if token is None:
+        raise InputError(
+            f"the tokenizer has no special token {text!r}: this model cannot be talked to in ChatML"
+        )
+    return token

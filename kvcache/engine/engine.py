@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from kvcache.connectors.driver import Offload
 from kvcache.core import arrays
 from kvcache.core.errors import CapacityError, ConfigError, HandleError, MisuseError
+from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
-from kvcache.core.values import whole
+from kvcache.core.values import shown, whole
 from kvcache.engine.chunk import Chunk, Guesser, Guesses, Runner
 from kvcache.engine.chunk_maker import ChunkMaker
 from kvcache.engine.costs import Costs, Loads
@@ -65,6 +66,16 @@ class Engine:
         settings: EngineSettings | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        if not isinstance(manager, Manager):
+            raise ConfigError(f"manager is {shown(manager)}: give a Manager")
+        if offload is not None and not isinstance(offload, Offload):
+            raise ConfigError(f"offload is {shown(offload)}: give an Offload, or None")
+        if settings is not None and not isinstance(settings, EngineSettings):
+            raise ConfigError(f"settings are {shown(settings)}: give EngineSettings")
+        if not isinstance(getattr(runner, "geometry", None), Geometry):
+            raise ConfigError(
+                f"runner is {shown(runner)}: give a runner, such as TorchRunner(model, slabs)"
+            )
         if runner.geometry != manager.geometry:
             raise ConfigError("the runner and the manager were built for different geometries")
         if offload is not None and offload.manager is not manager:

@@ -7,7 +7,8 @@ allocated that a damaged number asks for.
 from __future__ import annotations
 
 import hashlib
-import mmap
+import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,7 @@ class GGUF:
     """An open file: `metadata` by key, `tensors` by name. A context manager.
 
     Raises:
-        ConfigError: the file cannot be opened.
+        ConfigError: the file cannot be opened, or is no plain file.
         InputError: it is not a whole, sound GGUF file of a supported version.
     """
 
@@ -33,21 +34,26 @@ class GGUF:
         if "\0" in str(path):
             raise ConfigError(f"{str(path)!r} cannot be the name of a file")
         try:
-            with self.path.open("rb") as stream:
-                if stream.seek(0, 2) == 0:
-                    raise InputError(f"{self.path}: the file is empty, not a GGUF model")
-                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            # A pipe in its place would be waited for.
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(f"{self.path}: {error.strerror}: give a GGUF model file") from error
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            os.close(descriptor)
+            kind = "Is a directory" if stat.S_ISDIR(about.st_mode) else "it is no plain file"
+            raise ConfigError(f"{self.path}: {kind}: give a GGUF model file")
+        self._stream = os.fdopen(descriptor, "rb")
         try:
-            self.metadata, self.tensors = parse(str(self.path), self._map)
+            self.metadata, self.tensors = parse(str(self.path), self._stream, about.st_size)
         except BaseException:
             self.close()
             raise
 
     def digest(self) -> str:
         """SHA-256 of the whole file, in hex: what its weights are, whatever it is called."""
-        return hashlib.sha256(self._map).hexdigest()
+        self._stream.seek(0)
+        return hashlib.file_digest(self._stream, "sha256").hexdigest()
 
     def __enter__(self) -> Self:
         return self
@@ -61,8 +67,8 @@ class GGUF:
         self.close()
 
     def close(self) -> None:
-        """Unmap the file. Arrays that were read stay valid."""
-        self._map.close()
+        """Arrays that were read stay valid."""
+        self._stream.close()
 
     def read(self, name: str, shape: Sequence[int]) -> NDArray[np.float32]:
         """A tensor in fp32, a new array. It must have this shape and finite elements."""
@@ -74,8 +80,11 @@ class GGUF:
                 f"{self.path}: tensor {name!r} has shape {list(info.shape)}, the model's settings"
                 f" need {list(shape)}"
             )
-        data = memoryview(self._map)[info.start : info.end]
-        with data, np.errstate(invalid="ignore", over="ignore"):
+        self._stream.seek(info.start)
+        data = self._stream.read(info.end - info.start)
+        if len(data) < info.end - info.start:
+            raise InputError(f"{self.path}: the file was cut short while tensor {name!r} was read")
+        with np.errstate(invalid="ignore", over="ignore"):
             values = info.type.expand(np.frombuffer(data, info.type.block))
         if not np.isfinite(values).all():
             raise InputError(f"{self.path}: tensor {name!r} holds values that are not finite")

@@ -14,8 +14,7 @@ anything is allocated for it, and all that is wrong ends in `InputError`.
 from __future__ import annotations
 
 import struct
-from mmap import mmap
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,25 +54,26 @@ class TensorInfo(NamedTuple):
         return self.start + self.blocks * self.type.block.itemsize
 
 
-def parse(name: str, data: mmap) -> tuple[dict[str, Value], dict[str, TensorInfo]]:
-    """Metadata by key and tensors by name of a whole file. `name` is for messages."""
-    cursor = _Cursor(name, data)
+def parse(name: str, stream: BinaryIO, size: int) -> tuple[dict[str, Value], dict[str, TensorInfo]]:
+    """Metadata by key and tensors by name of a file of `size` bytes. `name` is for messages."""
+    cursor = _Cursor(name, stream, size)
     tensor_count, metadata_count = _read_header(cursor)
     metadata = _read_metadata(cursor, metadata_count)
     return metadata, _read_tensors(cursor, tensor_count, _alignment(cursor, metadata))
 
 
 class _Cursor:
-    """Reads forward through the mapped file; each read is checked against what is left."""
+    """Reads forward through the file; each read is checked against what is left."""
 
-    def __init__(self, name: str, data: mmap) -> None:
+    def __init__(self, name: str, stream: BinaryIO, size: int) -> None:
         self.name = name
-        self.data = data
+        self.size = size
         self.at = 0
+        self._stream = stream
 
     @property
     def left(self) -> int:
-        return len(self.data) - self.at
+        return self.size - self.at
 
     def fail(self, problem: str) -> InputError:
         return InputError(f"{self.name}: {problem}")
@@ -84,8 +84,11 @@ class _Cursor:
                 f"{what} at byte {self.at} needs {count} bytes, the file has {self.left} more:"
                 " it is truncated or damaged"
             )
+        raw = self._stream.read(count)
+        if len(raw) < count:
+            raise self.fail(f"{what} at byte {self.at}: the file was cut short while it was read")
         self.at += count
-        return self.data[self.at - count : self.at]
+        return raw
 
     def number(self, layout: str, what: str) -> int:
         (value,) = struct.unpack(layout, self.take(struct.calcsize(layout), what))
@@ -112,6 +115,8 @@ class _Cursor:
 
 def _read_header(cursor: _Cursor) -> tuple[int, int]:
     """Number of tensors and of metadata entries."""
+    if not cursor.size:
+        raise cursor.fail("the file is empty, not a GGUF model")
     magic = cursor.take(len(MAGIC), "the header")
     if magic != MAGIC:
         raise cursor.fail(f"it begins with {magic!r}, not {MAGIC!r}: it is not a GGUF model")
@@ -132,32 +137,32 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Value]:
     for _ in range(count):
         key = cursor.text("a metadata key")
         if key in metadata:
-            raise cursor.fail(f"metadata {key!r} occurs twice")
+            raise cursor.fail(f"metadata {show(key)} occurs twice")
         metadata[key] = _read_value(cursor, key)
     return metadata
 
 
 def _read_value(cursor: _Cursor, key: str) -> Value:
-    kind = cursor.number("<I", f"the type of {key!r}")
+    kind = cursor.number("<I", f"the type of {show(key)}")
     if kind == _STRING:
-        return cursor.text(f"the value of {key!r}")
+        return cursor.text(f"the value of {show(key)}")
     if kind != _ARRAY:
         value: Value = _read_scalars(cursor, key, kind, 1)[0].item()
         return value
-    kind = cursor.number("<I", f"the element type of {key!r}")
+    kind = cursor.number("<I", f"the element type of {show(key)}")
     if kind == _STRING:
-        count = cursor.count(_MIN_STRING_BYTES, f"the length of {key!r}")
-        return [cursor.text(f"an element of {key!r}") for _ in range(count)]
-    return _read_scalars(cursor, key, kind, cursor.count(1, f"the length of {key!r}"))
+        count = cursor.count(_MIN_STRING_BYTES, f"the length of {show(key)}")
+        return [cursor.text(f"an element of {show(key)}") for _ in range(count)]
+    return _read_scalars(cursor, key, kind, cursor.count(1, f"the length of {show(key)}"))
 
 
 def _read_scalars(cursor: _Cursor, key: str, kind: int, count: int) -> NDArray[np.generic]:
     if kind not in _SCALARS:
-        raise cursor.fail(f"{key!r} has the unknown type {kind}")
+        raise cursor.fail(f"{show(key)} has the unknown type {kind}")
     dtype = np.dtype(_SCALARS[kind])
-    raw = cursor.take(count * dtype.itemsize, f"the value of {key!r}")
+    raw = cursor.take(count * dtype.itemsize, f"the value of {show(key)}")
     if kind == _BOOL and raw.strip(b"\0\1"):
-        raise cursor.fail(f"{key!r} is a truth value that is neither 0 nor 1")
+        raise cursor.fail(f"{show(key)} is a truth value that is neither 0 nor 1")
     return np.frombuffer(raw, dtype)
 
 
@@ -180,18 +185,20 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tens
     for _ in range(count):
         name = cursor.text("a tensor's name")
         if name in found:
-            raise cursor.fail(f"tensor {name!r} occurs twice")
+            raise cursor.fail(f"tensor {show(name)} occurs twice")
         found[name] = _read_tensor(cursor, name, alignment)
     base = -(-cursor.at // alignment) * alignment
     placed = {name: info._replace(start=base + info.start) for name, info in found.items()}
     last_end, last_name = base, ""
     for name, info in sorted(placed.items(), key=lambda item: item[1].start):
         if info.start < last_end:
-            raise cursor.fail(f"tensors {last_name!r} and {name!r} overlap at byte {info.start}")
-        if info.end > len(cursor.data):
             raise cursor.fail(
-                f"tensor {name!r} {list(info.shape)} reaches to byte {info.end}, the file has"
-                f" {len(cursor.data)}: it is truncated or damaged"
+                f"tensors {show(last_name)} and {show(name)} overlap at byte {info.start}"
+            )
+        if info.end > cursor.size:
+            raise cursor.fail(
+                f"tensor {show(name)} {list(info.shape)} reaches to byte {info.end}, the file has"
+                f" {cursor.size}: it is truncated or damaged"
             )
         last_end, last_name = info.end, name
     return placed
@@ -199,25 +206,25 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tens
 
 def _read_tensor(cursor: _Cursor, name: str, alignment: int) -> TensorInfo:
     """One entry of the table; `start` still counts from the data section."""
-    dimensions = cursor.number("<I", f"the dimensions of {name!r}")
+    dimensions = cursor.number("<I", f"the dimensions of {show(name)}")
     if not 1 <= dimensions <= MAX_DIMENSIONS:
         raise cursor.fail(
-            f"tensor {name!r} has {dimensions} dimensions: expected 1 to {MAX_DIMENSIONS}"
+            f"tensor {show(name)} has {dimensions} dimensions: expected 1 to {MAX_DIMENSIONS}"
         )
-    sizes = [cursor.number("<Q", f"a size of {name!r}") for _ in range(dimensions)]
-    kind = cursor.number("<I", f"the type of {name!r}")
-    start = cursor.number("<Q", f"the offset of {name!r}")
+    sizes = [cursor.number("<Q", f"a size of {show(name)}") for _ in range(dimensions)]
+    kind = cursor.number("<I", f"the type of {show(name)}")
+    start = cursor.number("<Q", f"the offset of {show(name)}")
     if kind not in ELEMENT_TYPES:
         known = ", ".join(t.name for t in ELEMENT_TYPES.values())
-        raise cursor.fail(f"tensor {name!r} has type {kind}: supported are {known}")
+        raise cursor.fail(f"tensor {show(name)} has type {kind}: supported are {known}")
     element = ELEMENT_TYPES[kind]
     if 0 in sizes or sizes[0] % element.block_elements:
         raise cursor.fail(
-            f"tensor {name!r} of type {element.name} has sizes {sizes}: expected sizes above 0, the"
+            f"tensor {show(name)} of type {element.name} has sizes {sizes}: expected sizes above 0, the"
             f" first a multiple of {element.block_elements}"
         )
     if start % alignment:
-        raise cursor.fail(f"tensor {name!r} lies at {start}, not a multiple of {alignment}")
+        raise cursor.fail(f"tensor {show(name)} lies at {start}, not a multiple of {alignment}")
     elements = 1
     for size in sizes:
         elements *= size

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from kvcache.connectors.driver import Offload
-from kvcache.core.errors import MisuseError
+from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.manager import Manager
-from kvcache.core.values import wait_seconds
+from kvcache.core.values import shown, wait_seconds
 from kvcache.engine.chunk import Runner
 from kvcache.engine.scheduler import Scheduler
 
@@ -100,6 +100,10 @@ class Pauses:
         Raises:
             ConfigError: an epoch that cannot be; nothing has changed but that requests wait again.
         """
+        if not callable(load):
+            raise ConfigError(
+                f"load is {shown(load)}: give a function that puts in the new weights"
+            )
         self._require_no_step()
         self._preempt_all()
         self._scheduler.drop_loads()

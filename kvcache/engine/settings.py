@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcache.core.errors import ConfigError
+from kvcache.core.values import finite, flag, shown, text, whole
 from kvcache.engine.costs import Loads
 
 MAX_WAIT_SECONDS = 86_400.0
@@ -32,15 +33,21 @@ class EngineSettings:
     """Recount the manager's invariants after each step. O(pages) per step."""
 
     def __post_init__(self) -> None:
+        text(self.loads, "loads")
         if self.loads not in [each.value for each in Loads]:
             raise ConfigError(
-                f"loads is {self.loads!r}: choose from {', '.join(each.value for each in Loads)}"
+                f"loads is {shown(self.loads)}: choose from {', '.join(each.value for each in Loads)}"
             )
-        if self.max_waiting < 1:
-            raise ConfigError(f"max_waiting is {self.max_waiting}: it must be above 0")
+        for name in ("token_budget", "max_requests", "max_waiting"):
+            self._set(name, whole(getattr(self, name), name, least=1))
         for name in ("idle_wait_seconds", "stall_seconds", "priority_seconds"):
-            if not 0 < getattr(self, name) <= MAX_WAIT_SECONDS:
+            seconds = finite(getattr(self, name), name)
+            if not 0 < seconds <= MAX_WAIT_SECONDS:
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)}: it must be above 0 and at most"
-                    f" {MAX_WAIT_SECONDS}"
+                    f"{name} is {seconds}: it must be above 0 and at most {MAX_WAIT_SECONDS}"
                 )
+            self._set(name, seconds)
+        self._set("debug", flag(self.debug, "debug"))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvcache.core.errors import ConfigError, InputError
 from kvcache.engine import ops
 from kvcache.engine.gguf import GGUF
+from kvcache.engine.gguf_parse import show
 from kvcache.engine.layers import Attention
 from kvcache.engine.model import Layer, Model, Weights
 from kvcache.engine.model_file import find_model_file
@@ -24,6 +25,8 @@ ARCHITECTURE = "llama"
 MAX_CONTEXT_TOKENS = 1 << 17
 MAX_SIZE = 1 << 16
 """Of any dimension but the vocabulary's."""
+MAX_ROTATION = 1 << 25
+"""Positions times elements of a head: the table of rotations takes 4 bytes for each."""
 
 
 def load_model(path: str | Path | None = None, *, block_tokens: int = 16) -> Model:
@@ -71,7 +74,7 @@ class _Reader:
         self.file = file
         if file.text("general.architecture") != ARCHITECTURE:
             raise InputError(
-                f"{file.path}: general.architecture is {file.text('general.architecture')!r}:"
+                f"{file.path}: general.architecture is {show(file.text('general.architecture'))}:"
                 f" only {ARCHITECTURE!r} is supported"
             )
         self.layers = file.whole_number("llama.block_count", 1, 1024)
@@ -99,8 +102,13 @@ class _Reader:
         epsilon = file.number("llama.attention.layer_norm_rms_epsilon", 0.0, 1.0)
         context = file.whole_number("llama.context_length", 1, MAX_CONTEXT_TOKENS)
         base = file.number("llama.rope.freq_base", 1.0, 1e9)
-        rotation = ops.rotation_table(context, self.head_dim, base)
         embed = self._tensor("token_embd.weight", *shape)
+        if context * self.head_dim > MAX_ROTATION:
+            raise InputError(
+                f"{file.path}: {context} positions and heads of {self.head_dim} elements: at most"
+                f" {MAX_ROTATION} of the two multiplied are supported"
+            )
+        rotation = ops.rotation_table(context, self.head_dim, base)
         return Weights(
             name=f"{file.path.stem}-{file.digest()[:12]}",  # other bytes, other keys
             embed=embed,

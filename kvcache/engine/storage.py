@@ -32,6 +32,7 @@ from kvcache.connectors.arena_regions import arena_regions
 from kvcache.connectors.base import PageRegion
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
+from kvcache.core.values import whole
 
 ALIGNMENT = 4096
 """Where the arena begins: whole blocks of a disk are read into it and written from it in place."""
@@ -64,7 +65,7 @@ class PagedStorage:
         *,
         device: str | torch.device = "cpu",
     ) -> None:
-        if slabs < 1:
+        if whole(slabs, "slabs") < 1:
             raise ConfigError(
                 f"slabs is {slabs}: it must be above 0; geometry.slabs_in(bytes) tells how many fit"
             )

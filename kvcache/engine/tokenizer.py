@@ -1,6 +1,7 @@
 """Text to tokens and back: raw bytes for the tiny model, BPE from a GGUF file's metadata.
 
-Special tokens never come out of `encode`: a text that contains `<|im_end|>` cannot end a message.
+Special tokens never come out of `encode`: a text that contains `<|im_end|>` cannot end a message,
+unless the file's own merges spell it: such a file is refused.
 They have no bytes, so that decoded text holds none.
 """
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvcache.core.errors import InputError
 from kvcache.engine.gguf import GGUF
+from kvcache.engine.gguf_parse import show
 
 CONTROL = 3
 """`token_type` of special tokens in GGUF metadata."""
@@ -113,7 +115,15 @@ class BPETokenizer:
             raise InputError(
                 f"{file.path}: no tokens for the bytes of U+FFFD: it is not a byte-level vocabulary"
             )
-        self._pipeline = Pipeline(models.BPE(vocab=vocabulary, merges=_merges(file, vocabulary)))
+        merges = _merges(file, vocabulary)
+        spelled = self.specials.keys() & {left + right for left, right in merges}
+        spelled |= {special for special in self.specials if len(special) == 1}
+        if spelled:
+            raise InputError(
+                f"{file.path}: {show(min(spelled))} is a special token that plain text would become:"
+                " its messages could not be told from what they are about"
+            )
+        self._pipeline = Pipeline(models.BPE(vocab=vocabulary, merges=merges))
         self._pipeline.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),

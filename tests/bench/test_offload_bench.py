@@ -11,7 +11,6 @@ import pytest
 from numpy.typing import NDArray
 
 from kvcache.bench.loads import _row, describe_loads, missed_loads
-from kvcache.bench.offload import OffloadBench, run_offload_bench
 from kvcache.bench.offload_rig import Rig
 from kvcache.cli import main
 from kvcache.core.errors import InvariantError

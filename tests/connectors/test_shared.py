@@ -329,3 +329,32 @@ def test_what_a_region_counts_is_in_the_statistics(
         for pool, stats in zip(tables.pools, told, strict=True):
             monkeypatch.setattr(pool, "shared_stats", lambda stats=stats: stats)
         assert (r.scheduler.stats().busy_calls, r.scheduler.stats().repairs) == (3, 1)
+
+
+def test_memory_that_another_process_made_ready_needs_no_room_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The region fills what there was: a second process uses it all the same, and keeps no slot idle."""
+    with rig(lambda s: shared(s, tmp_path)) as r:
+        assert r.worker.chunks.wait(PATIENCE)  # type: ignore[attr-defined]
+        monkeypatch.setattr(host_memory, "available", lambda: (0, "somebody"))
+        with rig(lambda s: shared(s, tmp_path)) as other:
+            assert other.worker.chunks.wait(PATIENCE)  # type: ignore[attr-defined]
+            assert other.scheduler.stats().not_ready == ""
+            keys = chain("a", r.setup.pages[0])
+            assert other.store(keys) == keys
+            assert r.visible(keys) == [1] * len(keys)
+            assert r.pinned() == 0
+
+
+def test_slots_with_memory_behind_them_are_not_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rig(lambda s: shared(s, tmp_path)) as r:
+        assert r.worker.chunks.wait(PATIENCE)  # type: ignore[attr-defined]
+        monkeypatch.setattr(pool_chunks.PoolChunks, "start", lambda _: None)
+        with rig(lambda s: shared(s, tmp_path)) as other:
+            aside = other.scheduler._aside  # type: ignore[attr-defined]
+            aside.take()
+            assert sum(map(len, aside.slots)) == 0
+            assert r.pinned() == 0

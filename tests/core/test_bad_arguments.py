@@ -53,6 +53,16 @@ NUMBERS: dict[str, Callable[[Manager, int], Any]] = {
     "boundary beyond the prompt": lambda m, _: m.open([1], boundaries=[2**63 - 1]),
     "allocate the maximum": lambda m, h: m.allocate(h, 2**63 - 1),
     "allocate beyond 64 bits": lambda m, h: m.allocate(h, 2**64),
+    "next to be evicted of no number": lambda m, _: m.next_evicted("all"),  # type: ignore[arg-type]
+    "next to be evicted of a fraction": lambda m, _: m.next_evicted(1.5),  # type: ignore[arg-type]
+    "next to be evicted beyond 64 bits": lambda m, _: m.next_evicted(2**70),
+    "committing an array": lambda m, h: m.allocate_many([h], [1], commit=np.ones(2)),  # type: ignore[arg-type]
+    "committing with drafts and an array": lambda m, h: m.allocate_many(
+        [h],
+        [1],
+        drafts=[0],
+        commit=np.ones(2),  # type: ignore[arg-type]
+    ),
     "commit beyond 64 bits": lambda m, h: m.commit(h, 2**63),
     "stops to the maximum": lambda m, h: m.stops(h, 0, 2**63 - 1),
     "stops from below": lambda m, h: m.stops(h, -1, 4),

@@ -65,6 +65,51 @@ def test_settings_below_zero_are_refused(name: str) -> None:
         EngineSettings(**{name: -1})
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "token_budget",
+        "max_requests",
+        "max_waiting",
+        "idle_wait_seconds",
+        "stall_seconds",
+        "priority_seconds",
+        "loads",
+        "debug",
+    ],
+)
+@pytest.mark.parametrize("value", [None, [], np.zeros(2), "x" * 100_000, object()])
+def test_settings_of_a_wrong_type_are_named_in_a_short_message(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        EngineSettings(**{name: value})
+    assert len(str(caught.value)) < 300
+
+
+def test_parts_of_a_wrong_type_are_named() -> None:
+    with rig([8], tier_pages=[8]) as r:
+        for parts, message in (
+            ((None, r.manager), "runner is None"),
+            ((r.runner, None), "manager is None"),
+            ((r.runner, r.manager, 5), "offload is 5"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                Engine(*parts)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="settings are 7"):
+            Engine(r.runner, r.manager, settings=7)  # type: ignore[arg-type]
+
+
+def test_a_reload_without_a_function_changes_nothing() -> None:
+    with rig([8]) as r:
+        request = r.engine.add_request(tokens(20, 1), max_new_tokens=4)
+        r.engine.step()
+        epoch = r.manager.fingerprint.weights_epoch
+        with pytest.raises(ConfigError, match="load is 0"):
+            r.engine.reload(epoch + 1, 0)  # type: ignore[arg-type]
+        assert r.manager.fingerprint.weights_epoch == epoch
+        assert r.engine.counters.preemptions == 0
+        assert r.engine.run()[request].reason is Reason.LENGTH
+
+
 def test_a_manager_of_another_geometry_is_refused() -> None:
     geometry = stamp_geometry(16)
     manager = Manager(geometry, slabs=8, retention=Sparse())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import collections
+import os
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -207,6 +208,30 @@ def test_a_file_that_is_not_there_is_a_setting_error(tmp_path: Path) -> None:
             call(tmp_path / "gone.gguf")
     with pytest.raises(ConfigError, match="directory"):
         GGUF(tmp_path)
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ConfigError, match="no plain file"):
+        GGUF(tmp_path / "pipe.gguf")
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_named(write: Save) -> None:
+    table, data = w.pack({"x": ([1 << 16], w.F32, bytes(1 << 18))})
+    path = write(w.gguf((), table, data))
+    with GGUF(path) as file:
+        os.truncate(path, path.stat().st_size - (1 << 17))
+        with pytest.raises(InputError, match=r"cut short while tensor 'x' was read"):
+            file.read("x", (1 << 16,))
+
+
+def test_no_message_is_as_long_as_a_name_in_the_file(write: Save) -> None:
+    name = "k" * 1_000_000
+    for data in (
+        w.gguf([w.entry(name, "u8", 1)] * 2),
+        w.gguf((), [w.tensor(name, [1], 77, 0)], bytes(64)),
+        w.llama_file(architecture=name),
+    ):
+        with pytest.raises(InputError) as caught:
+            load_model(write(data))
+        assert len(str(caught.value)) < 500
 
 
 # ---- whole models ------------------------------------------------------------------------------------

@@ -214,3 +214,26 @@ def test_a_vocabulary_that_cannot_be_is_refused(
         pytest.raises(InputError, match=rf"small\.gguf: .*{message}"),
     ):
         BPETokenizer(file)
+
+
+def test_a_special_token_that_plain_text_would_become_is_refused(tmp_path: Path) -> None:
+    for special in ("hello", "e"):
+        kinds = [3 if token in (*w.SPECIALS, special) else 1 for token in w.TOKENS]
+        tokens, _, merges = w.tokenizer_entries()
+        types = w.entry("tokenizer.ggml.token_type", "i32[]", kinds)
+        with (
+            small_file(tmp_path, [tokens, types, merges]) as file,
+            pytest.raises(InputError, match=f"'{special}' is a special token"),
+        ):
+            BPETokenizer(file)
+
+
+def test_a_chat_needs_the_special_tokens_of_its_form(tmp_path: Path) -> None:
+    tokens, _, merges = w.tokenizer_entries()
+    plain = w.entry("tokenizer.ggml.token_type", "i32[]", [4] * 3 + [1] * (len(w.TOKENS) - 3))
+    with small_file(tmp_path, [tokens, plain, merges]) as file:
+        tokenizer = BPETokenizer(file)
+    with pytest.raises(InputError, match=r"no special token '<\|im_start\|>'"):
+        encode_chat(tokenizer, [Message("user", "hello")])
+    with pytest.raises(InputError, match="no special token"):
+        end_of_answer(tokenizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, Protocol
 
 from kvcache.core.errors import ConfigError
+from kvcache.core.values import shown
 
 
 class GroupRules(NamedTuple):
@@ -84,7 +85,7 @@ def require_positive(spec: object, *fields: str) -> None:
         value = getattr(spec, field)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(
-                f"{type(spec).__name__}.{field} is {value!r}: it must be a whole number above 0"
+                f"{type(spec).__name__}.{field} is {shown(value)}: it must be a whole number above 0"
             )
 
 
@@ -94,7 +95,7 @@ def require_not_negative(spec: object, *fields: str) -> None:
         value = getattr(spec, field)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ConfigError(
-                f"{type(spec).__name__}.{field} is {value!r}: it must be a whole number, 0 or more"
+                f"{type(spec).__name__}.{field} is {shown(value)}: it must be a whole number, 0 or more"
             )
 
 
