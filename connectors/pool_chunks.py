@@ -72,11 +72,6 @@ class PoolChunks:
             for region, slots, ready in zip(self._regions, self._slots, self._ready, strict=True)
         )
 
-    @property
-    def all_ready(self) -> bool:
-        """Whether nothing is left to be made ready."""
-        return all(bool(ready.all()) for ready in self._ready)
-
     def ready(self, group: int, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
         """For each slot whether it may be written now."""
         flags: NDArray[np.bool_] = self._ready[group][slots // self._slots[group]]

@@ -7,14 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connectors.base import Connector, Direction, PageRegion, TierStats
 from kvcache.connectors.copy_thread import Moved
-from kvcache.connectors.copy_threads import CopyThreads
 from kvcache.connectors.disk_format import layout_digest, layout_text
 from kvcache.connectors.host_worker import HostBatch, HostWorker
 from kvcache.connectors.pool_records import Part, names_of
@@ -222,7 +220,7 @@ class _SharedMover:
     def __init__(self, region: SharedRegion, before_copy: Callable[[], None], threads: int) -> None:
         self._region = region
         self._before_copy = before_copy
-        self._copiers = CopyThreads(threads)
+        self._threads = threads
         self._looked = time.monotonic()
         self._stage = PageStage()
 
@@ -236,16 +234,22 @@ class _SharedMover:
         addresses = self._stage.addresses(pages, batch.pages, filled=not load)
         tables, total = self._region.tables, len(batch.items)
         if load:
-            load_part = partial(tables.load, batch.group)
-            parts = self._copiers.run(load_part, addresses, batch.slots, batch.names)
-            ok = np.concatenate(parts) == 1
+            ok = (
+                tables.load(batch.group, addresses, batch.slots, batch.names, threads=self._threads)
+                == 1
+            )
             self._stage.scatter(pages, batch.pages, ok)
             why = "pages are not what was stored under their key"
             error = "" if ok.all() else f"Damaged: {total - int(ok.sum())} of {total} {why}"
             return Moved(int(ok.sum()) * pages.page_bytes, ok, ~ok, error)
         ready, missing = self._region.chunks.ensure(batch.group, batch.slots)
-        store_part = partial(tables.store, batch.group)
-        self._copiers.run(store_part, addresses[ready], batch.slots[ready], batch.names[ready])
+        tables.store(
+            batch.group,
+            addresses[ready],
+            batch.slots[ready],
+            batch.names[ready],
+            threads=self._threads,
+        )
         count = int(ready.sum())
         error = f"{NO_SPACE}: {total - count} of {total} pages: {missing}" if missing else ""
         return Moved(count * pages.page_bytes, ready, error=error)
@@ -257,6 +261,5 @@ class _SharedMover:
 
     def close(self) -> None:
         """Leave the region."""
-        self._copiers.close()
         self._region.close()
         self._stage.close()

@@ -38,7 +38,7 @@ from kvcache.core.host_limits import (
     require_memory,
     require_node,
 )
-from kvcache.core.shared_pool import MOST_USERS, SharedTables, format_region, tables_bytes
+from kvcache.core.shared_pool import MOST_USERS, SharedTables, format_region, region_layout
 from kvcache.core.values import shown
 
 SHM = Path("/dev/shm")  # noqa: S108  (a folder of our own in it, see `_own`)
@@ -48,7 +48,6 @@ OPEN_SECONDS = 30.0
 BUSY_SECONDS = 5.0
 """So long others may have the lock of the tables, one after another, while a process attaches."""
 
-PAGE_BYTES = 4096
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -94,7 +93,8 @@ class SharedRegion:
         self._memory = -1
         self._locks: UserLocks | None = None
         self._mapping: mmap.mmap | None = None
-        tables, offsets, total = _laid_out(slots, page_bytes)
+        layout_of = region_layout(slots, page_bytes)
+        tables, total = layout_of.tables_bytes, layout_of.total_bytes
         self.tables_bytes, self.mapped_bytes = tables, total
         if lock:
             require_lockable(setting, total - tables)
@@ -120,7 +120,7 @@ class SharedRegion:
         base = self._address()
         self.regions = tuple(
             PageRegion(base + at, size, count)
-            for at, size, count in zip(offsets, page_bytes, slots, strict=True)
+            for at, size, count in zip(layout_of.pages_at, page_bytes, slots, strict=True)
         )
         memory = self._memory
 
@@ -289,16 +289,6 @@ class SharedRegion:
         if self._memory >= 0:
             os.close(self._memory)
             self._memory = -1
-
-
-def _laid_out(slots: Sequence[int], page_bytes: Sequence[int]) -> tuple[int, list[int], int]:
-    """Bytes of the tables, where the pages of each group begin, and bytes of all."""
-    tables = tables_bytes(slots, page_bytes)
-    offsets, at = [], tables
-    for size, count in zip(page_bytes, slots, strict=True):
-        offsets.append(at)
-        at += -(-size * count // PAGE_BYTES) * PAGE_BYTES
-    return tables, offsets, at
 
 
 def _own(folder: Path) -> None:

@@ -250,8 +250,7 @@ int32_t check_attention(const kvc_attention* d) {
 
 extern "C" int32_t kvc_attend(const kvc_attention* attention, int32_t threads) {
     return kvc::guarded([&]() -> int32_t {
-        if (threads < 1 || threads > kvc::kMostThreads)
-            return fail(KVC_E_ARGUMENT, "threads is %d: from 1 to %d", threads, kvc::kMostThreads);
+        if (const auto status = kvc::check_threads(threads)) return status;
         if (const auto status = check_attention(attention)) return status;
         if (attention->rows) Attention(*attention).run(threads);
         return KVC_OK;

@@ -96,8 +96,7 @@ const char* kvc_copy_path(void) {
 
 int32_t kvc_copy(const kvc_copy_plan* plan, int32_t threads) {
     return kvc::guarded([&]() -> int32_t {
-        if (threads < 1 || threads > kvc::kMostThreads)
-            return fail(KVC_E_ARGUMENT, "threads is %d: from 1 to %d", threads, kvc::kMostThreads);
+        if (const auto status = kvc::check_threads(threads)) return status;
         if (const auto status = kvc::check_plan(plan)) return status;
         if (plan->n_segments && plan->n_pairs) Copy(*plan).run(threads);
         return KVC_OK;

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <bit>
 #include <cstring>
+#include <vector>
 
 #include "error.h"
 #include "shared_pool.h"
@@ -51,28 +52,34 @@ int64_t SharedPool::tables_bytes(int64_t groups, const int64_t* slots) {
     return lay_out(groups, slots, [](int64_t, int64_t, int64_t) {});
 }
 
+int64_t SharedPool::place_pages(int64_t groups, const int64_t* slots, const int64_t* page_bytes, int64_t* pages_at) {
+    int64_t at = tables_bytes(groups, slots);
+    for (int64_t g = 0; g < groups; ++g) {
+        pages_at[g] = at;
+        at = aligned(at + slots[g] * page_bytes[g], kPageAlign);
+    }
+    return at;
+}
+
 // The memory is all zeros, and nobody else looks at it. The magic comes last.
 int32_t SharedPool::format(uint8_t* base, int64_t bytes, int64_t groups, const int64_t* slots,
                            const int64_t* page_bytes, const uint8_t* layout, uint64_t seed) {
-    int64_t at = tables_bytes(groups, slots);
-    for (int64_t g = 0; g < groups; ++g) at = aligned(at + slots[g] * page_bytes[g], kPageAlign);
-    if (at > bytes) return too_small(bytes, at);
+    std::vector<int64_t> pages_at(static_cast<size_t>(groups));
+    if (const int64_t all = place_pages(groups, slots, page_bytes, pages_at.data()); all > bytes)
+        return too_small(bytes, all);
     auto& head = *reinterpret_cast<SharedHead*>(base);
     auto* of = reinterpret_cast<SharedGroup*>(base + sizeof(SharedHead));
-    at = lay_out(groups, slots, [&](int64_t g, int64_t slots_at, int64_t places_at) {
+    lay_out(groups, slots, [&](int64_t g, int64_t slots_at, int64_t places_at) {
         of[g] = {};
         of[g].slots = slots[g];
         of[g].page_bytes = page_bytes[g];
         of[g].places = places_for(slots[g]);
         of[g].slots_at = slots_at;
         of[g].places_at = places_at;
+        of[g].pages_at = pages_at[static_cast<size_t>(g)];
         of[g].first_free = of[g].first = of[g].last = kNone;
         of[g].version = 1;
     });
-    for (int64_t g = 0; g < groups; ++g) {
-        of[g].pages_at = at;
-        at = aligned(at + slots[g] * page_bytes[g], kPageAlign);
-    }
     pthread_mutexattr_t kind;
     pthread_mutexattr_init(&kind);
     pthread_mutexattr_setpshared(&kind, PTHREAD_PROCESS_SHARED);
@@ -121,16 +128,15 @@ int32_t SharedPool::verify(const uint8_t* base, int64_t bytes, int64_t groups, c
                         static_cast<L>(slots[g]), static_cast<L>(page_bytes[g]));
     if (std::memcmp(head.layout, layout, 32) != 0)
         return fail(KVC_E_ARGUMENT, "its pages are of another model, KV format or layout");
-    int64_t at = 0;
+    std::vector<int64_t> pages_at(static_cast<size_t>(groups));
+    const int64_t all = place_pages(groups, slots, page_bytes, pages_at.data());
     bool same = true;
-    at = lay_out(groups, slots, [&](int64_t g, int64_t slots_at, int64_t places_at) {
+    lay_out(groups, slots, [&](int64_t g, int64_t slots_at, int64_t places_at) {
         same &= of[g].slots_at == slots_at && of[g].places_at == places_at && of[g].places == places_for(slots[g]);
     });
-    for (int64_t g = 0; g < groups; ++g) {
-        same &= of[g].pages_at == at && of[g].created >= 0 && of[g].created <= slots[g];
-        at = aligned(at + slots[g] * page_bytes[g], kPageAlign);
-    }
-    if (!same || at > bytes) return fail(KVC_E_ARGUMENT, "its tables are damaged");
+    for (int64_t g = 0; g < groups; ++g)
+        same &= of[g].pages_at == pages_at[static_cast<size_t>(g)] && of[g].created >= 0 && of[g].created <= slots[g];
+    if (!same || all > bytes) return fail(KVC_E_ARGUMENT, "its tables are damaged");
     if (head.bytes != bytes)
         return fail(KVC_E_ARGUMENT, "it says that it has %lld bytes and has %lld", static_cast<L>(head.bytes),
                     static_cast<L>(bytes));

@@ -1,17 +1,20 @@
 // Pages to shared slots and back, each with a checksum of what arrived; and the C ABI of `shared_pool.h`.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "error.h"
 #include "exclusive.h"
 #include "shared_pool.h"
+#include "workers.h"
 #include "xxh3.h"
 
 namespace kvc {
 
 namespace {
 
-constexpr size_t kPiece = 16 * Xxh3::kBlock;  // copied, then read again for the checksum while a cache has it
+constexpr int64_t kThreadBytes = int64_t{2} << 20;  // a thread more is not worth its start for less (docs/copy.md)
+constexpr size_t kPiece = 16 * Xxh3::kBlock;        // copied, then read again for the checksum while a cache has it
 
 // Copies a page and leaves the checksum of what is at `to` now, and of the name: a page that belongs to another key, or was
 // replaced on the way, has another one.
@@ -32,34 +35,47 @@ void copy_checked(uint8_t* to, const uint8_t* from, size_t bytes, const uint8_t*
     sum.finish(end, rest + sizeof(SharedName) + Xxh3::kLeast, digest);
 }
 
+// `one(i)` for each i < n, each page by one of the threads.
+template <typename One>
+void for_each_page(int64_t n, int64_t page_bytes, int32_t threads, One&& one) {
+    const int64_t worth = n * page_bytes / kThreadBytes;
+    std::atomic<int64_t> next = 0;
+    work_together(std::min({int64_t{threads}, worth, n}), [&] {
+        for (int64_t i = next++; i < n; i = next++) one(i);
+    });
+}
+
+int32_t check_held(const SharedGroup& group, const int32_t* held, int64_t n) {
+    for (int64_t i = 0; i < n; ++i)
+        if (held[i] < 0 || held[i] >= group.slots)
+            return fail(KVC_E_ARGUMENT, "slot %d of %lld", held[i], static_cast<long long>(group.slots));
+    return KVC_OK;
+}
+
 }  // namespace
 
-int32_t SharedPool::store(int64_t group, const uint64_t* pages, const int32_t* held, const uint8_t* names, int64_t n) {
-    SharedGroup& g = group_of(group);
-    const auto bytes = static_cast<size_t>(g.page_bytes);
-    for (int64_t i = 0; i < n; ++i) {
-        if (held[i] < 0 || held[i] >= g.slots)
-            return fail(KVC_E_ARGUMENT, "slot %d of %lld", held[i], static_cast<long long>(g.slots));
-        uint8_t* to = base_ + g.pages_at + held[i] * g.page_bytes;
-        copy_checked(to, reinterpret_cast<const uint8_t*>(pages[i]), bytes, names + i * int64_t{sizeof(SharedName)},
+int32_t SharedPool::store(int64_t group, const uint64_t* pages, const int32_t* held, const uint8_t* names, int64_t n,
+                          int32_t threads) {
+    const SharedGroup& g = group_of(group);
+    if (const auto status = check_held(g, held, n)) return status;
+    for_each_page(n, g.page_bytes, threads, [&](int64_t i) {
+        copy_checked(base_ + g.pages_at + held[i] * g.page_bytes, reinterpret_cast<const uint8_t*>(pages[i]),
+                     static_cast<size_t>(g.page_bytes), names + i * int64_t{sizeof(SharedName)},
                      slots(g)[held[i]].checksum);
-    }
+    });
     return KVC_OK;
 }
 
 int32_t SharedPool::load(int64_t group, const uint64_t* pages, const int32_t* held, const uint8_t* names, int64_t n,
-                         uint8_t* ok) {
-    SharedGroup& g = group_of(group);
-    const auto bytes = static_cast<size_t>(g.page_bytes);
-    for (int64_t i = 0; i < n; ++i) {
-        if (held[i] < 0 || held[i] >= g.slots)
-            return fail(KVC_E_ARGUMENT, "slot %d of %lld", held[i], static_cast<long long>(g.slots));
-        const uint8_t* from = base_ + g.pages_at + held[i] * g.page_bytes;
+                         int32_t threads, uint8_t* ok) {
+    const SharedGroup& g = group_of(group);
+    if (const auto status = check_held(g, held, n)) return status;
+    for_each_page(n, g.page_bytes, threads, [&](int64_t i) {
         uint8_t digest[Xxh3::kDigest];
-        copy_checked(reinterpret_cast<uint8_t*>(pages[i]), from, bytes, names + i * int64_t{sizeof(SharedName)},
-                     digest);
+        copy_checked(reinterpret_cast<uint8_t*>(pages[i]), base_ + g.pages_at + held[i] * g.page_bytes,
+                     static_cast<size_t>(g.page_bytes), names + i * int64_t{sizeof(SharedName)}, digest);
         ok[i] = std::memcmp(digest, slots(g)[held[i]].checksum, sizeof digest) == 0;
-    }
+    });
     return KVC_OK;
 }
 
@@ -103,10 +119,11 @@ int32_t with_group(kvc_shared* pool, int64_t group, int64_t n, Body&& body) {
 
 extern "C" {
 
-int32_t kvc_shared_tables(int64_t groups, const int64_t* slots, const int64_t* page_bytes, int64_t* bytes) {
+int32_t kvc_shared_layout(int64_t groups, const int64_t* slots, const int64_t* page_bytes, int64_t* pages_at,
+                          int64_t* bytes) {
     if (const auto status = check_tables(groups, slots, page_bytes)) return status;
-    if (const auto status = kvc::not_null("bytes", bytes)) return status;
-    *bytes = kvc::SharedPool::tables_bytes(groups, slots);
+    if (const auto status = kvc::not_null("pages_at", pages_at, "bytes", bytes)) return status;
+    *bytes = kvc::SharedPool::place_pages(groups, slots, page_bytes, pages_at);
     return KVC_OK;
 }
 
@@ -230,21 +247,23 @@ int32_t kvc_shared_forget(kvc_shared* pool, int32_t user) {
 }
 
 int32_t kvc_shared_store(kvc_shared* pool, int64_t group, const uint64_t* pages, const int32_t* slots,
-                         const uint8_t* names, int64_t n) {
+                         const uint8_t* names, int64_t n, int32_t threads) {
     if (const auto status = kvc::not_null("pool", pool)) return status;
+    if (const auto status = kvc::check_threads(threads)) return status;
     if (group < 0 || group >= pool->groups()) return kvc::fail(KVC_E_ARGUMENT, "no such group");
     if (const auto status = kvc::check_array("pages", pages, n)) return status;
     if (n && !(slots && names)) return kvc::fail(KVC_E_ARGUMENT, "slots or names is NULL");
-    return kvc::guarded([&] { return pool->store(group, pages, slots, names, n); });
+    return kvc::guarded([&] { return pool->store(group, pages, slots, names, n, threads); });
 }
 
 int32_t kvc_shared_load(kvc_shared* pool, int64_t group, const uint64_t* pages, const int32_t* slots,
-                        const uint8_t* names, int64_t n, uint8_t* ok) {
+                        const uint8_t* names, int64_t n, int32_t threads, uint8_t* ok) {
     if (const auto status = kvc::not_null("pool", pool)) return status;
+    if (const auto status = kvc::check_threads(threads)) return status;
     if (group < 0 || group >= pool->groups()) return kvc::fail(KVC_E_ARGUMENT, "no such group");
     if (const auto status = kvc::check_array("pages", pages, n)) return status;
     if (n && !(slots && names && ok)) return kvc::fail(KVC_E_ARGUMENT, "slots, names or ok is NULL");
-    return kvc::guarded([&] { return pool->load(group, pages, slots, names, n, ok); });
+    return kvc::guarded([&] { return pool->load(group, pages, slots, names, n, threads, ok); });
 }
 
 }  // extern "C"

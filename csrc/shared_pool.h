@@ -91,6 +91,8 @@ struct SharedHead {
 class SharedPool {
   public:
     static int64_t tables_bytes(int64_t groups, const int64_t* slots);
+    // Where the pages of each group begin; returns the bytes of all.
+    static int64_t place_pages(int64_t groups, const int64_t* slots, const int64_t* page_bytes, int64_t* pages_at);
     static int32_t format(uint8_t* base, int64_t bytes, int64_t groups, const int64_t* slots, const int64_t* page_bytes,
                           const uint8_t* layout, uint64_t seed);
     static int32_t verify(const uint8_t* base, int64_t bytes, int64_t groups, const int64_t* slots,
@@ -122,10 +124,11 @@ class SharedPool {
     int32_t check(int64_t group);
     uint64_t version(int64_t group) const;
 
-    // On one other thread, for slots that this user holds.
-    int32_t store(int64_t group, const uint64_t* pages, const int32_t* slots, const uint8_t* names, int64_t n);
+    // On one other thread, which may take more to help it, for slots that this user holds.
+    int32_t store(int64_t group, const uint64_t* pages, const int32_t* slots, const uint8_t* names, int64_t n,
+                  int32_t threads);
     int32_t load(int64_t group, const uint64_t* pages, const int32_t* slots, const uint8_t* names, int64_t n,
-                 uint8_t* ok);
+                 int32_t threads, uint8_t* ok);
 
     Exclusive entered;
 

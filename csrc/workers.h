@@ -7,9 +7,16 @@
 #include <thread>
 #include <vector>
 
+#include "error.h"
+
 namespace kvc {
 
 constexpr int32_t kMostThreads = 256;  // that a caller may ask for
+
+inline int32_t check_threads(int32_t threads) {
+    if (threads >= 1 && threads <= kMostThreads) return KVC_OK;
+    return fail(KVC_E_ARGUMENT, "threads is %d: from 1 to %d", threads, kMostThreads);
+}
 
 // Runs `work()`, which must not throw, on so many threads, the caller's among them, and returns when all have ended. Where no
 // more threads are to be had, those that there are do it, the caller alone if need be: `work` takes pieces until none is left.

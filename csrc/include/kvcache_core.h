@@ -120,8 +120,10 @@ typedef struct {
     int64_t recoveries; /* repairs after a death, of the whole region */
 } kvc_shared_stats;
 
-/* Bytes before the pages. Those of a group follow one another, each group from a multiple of 4096 on. */
-int32_t kvc_shared_tables(int64_t n_groups, const int64_t* slots, const int64_t* page_bytes, int64_t* n_bytes);
+/* Where the pages of each group begin: they follow one another, each group from a multiple of 4096 on, the first behind the
+ * tables. *n_bytes = of all. */
+int32_t kvc_shared_layout(int64_t n_groups, const int64_t* slots, const int64_t* page_bytes, int64_t* pages_at,
+                          int64_t* n_bytes);
 /* Makes the tables in memory that is all zeros and that nobody else uses yet. layout: 32 bytes. */
 int32_t kvc_shared_format(uint8_t* base, int64_t n_bytes, int64_t n_groups, const int64_t* slots,
                           const int64_t* page_bytes, const uint8_t* layout, uint64_t seed);
@@ -152,11 +154,12 @@ int32_t kvc_shared_users(kvc_shared* pool, uint64_t* users);
 /* The user is dead: nothing is held by it any more. */
 int32_t kvc_shared_forget(kvc_shared* pool, int32_t user);
 /* Pages at these addresses to slots that the user holds, each with a checksum of what arrived and of its name (64 bytes:
- * namespace, digest); and back: ok[i] = 0 where what arrived is not what was stored under that name. */
+ * namespace, digest); and back: ok[i] = 0 where what arrived is not what was stored under that name. threads: as of
+ * kvc_copy; all have ended when this returns. */
 int32_t kvc_shared_store(kvc_shared* pool, int64_t group, const uint64_t* pages, const int32_t* slots,
-                         const uint8_t* names, int64_t n);
+                         const uint8_t* names, int64_t n, int32_t threads);
 int32_t kvc_shared_load(kvc_shared* pool, int64_t group, const uint64_t* pages, const int32_t* slots,
-                        const uint8_t* names, int64_t n, uint8_t* ok);
+                        const uint8_t* names, int64_t n, int32_t threads, uint8_t* ok);
 
 /* ---- host memory -------------------------------------------------------------------------------------------------- */
 /* Fills the page tables of a range, beside others that use it; places it on a NUMA node where that has room; keeps it from

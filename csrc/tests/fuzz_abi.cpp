@@ -78,7 +78,7 @@ constexpr const char* kFunctions[] = {
     "kvc_page_files_read",
     "kvc_page_files_remove",
     "kvc_next_evicted",
-    "kvc_shared_tables",
+    "kvc_shared_layout",
     "kvc_shared_format",
     "kvc_shared_new",
     "kvc_shared_present",

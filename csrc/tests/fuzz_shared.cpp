@@ -60,13 +60,12 @@ class SharedFuzz {
     bool make() {
         int64_t slots[2] = {random_.between(1, 12), random_.between(1, 5)};
         int64_t page_bytes[2] = {kPage, kLargest};
-        int64_t tables = 0;
+        int64_t pages_at[2] = {}, all = 0;
         if (random_.chance(20)) (random_.chance(50) ? slots : page_bytes)[random_.below(2)] = random_.hostile();
         const int64_t groups = random_.chance(90) ? 2 : random_.hostile() | INT64_C(1) << 40;
-        call("kvc_shared_tables", [&] { return kvc_shared_tables(groups, slots, page_bytes, &tables); });
-        if (groups != 2 || !tables || slots[0] + slots[1] > 1000 || page_bytes[0] + page_bytes[1] > 9999) return false;
-        bytes_ = static_cast<size_t>(tables) + 3 * 4096 + static_cast<size_t>(slots[0] * page_bytes[0]) +
-                 static_cast<size_t>(slots[1] * page_bytes[1]);
+        call("kvc_shared_layout", [&] { return kvc_shared_layout(groups, slots, page_bytes, pages_at, &all); });
+        if (groups != 2 || !all || slots[0] + slots[1] > 1000 || page_bytes[0] + page_bytes[1] > 9999) return false;
+        bytes_ = static_cast<size_t>(all) + 4096;
         void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         if (memory == MAP_FAILED) return false;
         base_ = static_cast<uint8_t*>(memory);
@@ -189,13 +188,13 @@ class SharedFuzz {
         const int32_t slot = held.empty() || spite() ? random_.hostile32() : random_.in(held);
         uint8_t ok = 0;
         const int32_t stored =
-            call("kvc_shared_store", [&] { return kvc_shared_store(pool, group, &from, &slot, names.data(), 1); });
+            call("kvc_shared_store", [&] { return kvc_shared_store(pool, group, &from, &slot, names.data(), 1, 2); });
         const int32_t loaded =
-            call("kvc_shared_load", [&] { return kvc_shared_load(pool, group, &to, &slot, names.data(), 1, &ok); });
+            call("kvc_shared_load", [&] { return kvc_shared_load(pool, group, &to, &slot, names.data(), 1, 2, &ok); });
         if (stored != loaded || (!loaded && !ok)) broken(where_, "what was stored did not come back");
         if (back.back() != 9) broken(where_, "more than a page was written");
         names[63] = 2;
-        if (!loaded && (kvc_shared_load(pool, group, &to, &slot, names.data(), 1, &ok) || ok))
+        if (!loaded && (kvc_shared_load(pool, group, &to, &slot, names.data(), 1, 2, &ok) || ok))
             broken(where_, "a page came under a name that it does not have");
     }
 

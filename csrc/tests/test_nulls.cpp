@@ -203,8 +203,9 @@ std::vector<Case> shared_cases(Rig& r) {
     static const int64_t eight = 8;
     static int32_t error;
     return {
-        {"kvc_shared_tables, slots", kBad, [&] { return kvc_shared_tables(1, no, &eight, &number); }},
-        {"kvc_shared_tables, bytes", kBad, [&] { return kvc_shared_tables(1, &eight, &eight, no); }},
+        {"kvc_shared_layout, slots", kBad, [&] { return kvc_shared_layout(1, no, &eight, &number, &number); }},
+        {"kvc_shared_layout, pages_at", kBad, [&] { return kvc_shared_layout(1, &eight, &eight, no, &number); }},
+        {"kvc_shared_layout, bytes", kBad, [&] { return kvc_shared_layout(1, &eight, &eight, &number, no); }},
         {"kvc_shared_format, base", kBad, [&] { return kvc_shared_format(no, 8192, 1, &eight, &eight, r.digest, 0); }},
         {"kvc_shared_new, base", kBad, [&] { return kvc_shared_new(no, 8192, 1, &eight, &eight, r.digest, 0, no); }},
         {"kvc_shared_present", kBad, [&] { return kvc_shared_present(no, 0, bytes, bytes, 32, 1, r.digest); }},
@@ -218,8 +219,8 @@ std::vector<Case> shared_cases(Rig& r) {
         {"kvc_shared_check", kBad, [&] { return kvc_shared_check(no, 0); }},
         {"kvc_shared_detach", kBad, [&] { return kvc_shared_detach(no); }},
         {"kvc_shared_forget", kBad, [&] { return kvc_shared_forget(no, 0); }},
-        {"kvc_shared_store", kBad, [&] { return kvc_shared_store(no, 0, no, pages, bytes, 1); }},
-        {"kvc_shared_load", kBad, [&] { return kvc_shared_load(no, 0, no, pages, bytes, 1, r.digest); }},
+        {"kvc_shared_store", kBad, [&] { return kvc_shared_store(no, 0, no, pages, bytes, 1, 1); }},
+        {"kvc_shared_load", kBad, [&] { return kvc_shared_load(no, 0, no, pages, bytes, 1, 1, r.digest); }},
         {"kvc_memory_populate", kBad, [&] { return kvc_memory_populate(0, 1, &error); }},
         {"kvc_memory_populate, error", kBad, [&] { return kvc_memory_populate(4096, 0, no); }},
         {"kvc_memory_prefer_node", kBad, [&] { return kvc_memory_prefer_node(0, 1, 0, &error); }},

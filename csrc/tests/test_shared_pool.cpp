@@ -30,9 +30,9 @@ void digest_of(int64_t key, uint8_t digest[32]) {
 class Rounds {
   public:
     Rounds(uint64_t seed, fuzz::Where where) : random_(seed), where_(where) {
-        int64_t tables = 0;
-        must(kvc_shared_tables(kGroups, kSlots, kPages, &tables));
-        bytes_ = tables + 3 * 4096 + (kSlots[0] * kPages[0] + kSlots[1] * kPages[1]) / 64 * 64;
+        int64_t pages_at[kGroups], all = 0;
+        must(kvc_shared_layout(kGroups, kSlots, kPages, pages_at, &all));
+        bytes_ = all + 4096;
         base_ = static_cast<uint8_t*>(
             mmap(nullptr, static_cast<size_t>(bytes_) + 64, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
         steps_ = new (base_ + bytes_) std::atomic<int64_t>(0);
@@ -97,7 +97,7 @@ class Rounds {
         std::vector<uint8_t> page(static_cast<size_t>(kPages[group]));
         for (size_t i = 0; i < page.size(); ++i) page[i] = name[32 + i % 32];
         const auto from = reinterpret_cast<uint64_t>(page.data());
-        must(kvc_shared_store(pool, group, &from, &slot, name, 1));
+        must(kvc_shared_store(pool, group, &from, &slot, name, 1, 2));
         if (kvc_shared_publish(pool, group, name, name + 32, &slot, 1, &published) < 0) must(-1);
         if (kvc_shared_release(pool, group, &slot, 1) < 0) must(-1);
     }
@@ -121,7 +121,7 @@ class Rounds {
         if (kvc_shared_acquire(pool, group, name, name + 32, 32, 1, &slot) != KVC_OK || slot < 0) return false;
         std::vector<uint8_t> page(static_cast<size_t>(kPages[group]));
         const auto to = reinterpret_cast<uint64_t>(page.data());
-        must(kvc_shared_load(pool, group, &to, &slot, name, 1, &ok));
+        must(kvc_shared_load(pool, group, &to, &slot, name, 1, 2, &ok));
         if (!ok) fuzz::broken(where_, "key %d has another checksum", static_cast<int>(key));
         for (size_t i = 0; i < page.size(); ++i)
             if (page[i] != name[32 + i % 32]) fuzz::broken(where_, "key %d has a wrong byte", static_cast<int>(key));

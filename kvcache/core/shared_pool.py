@@ -39,12 +39,25 @@ class SharedStats(NamedTuple):
     recoveries: int
 
 
-def tables_bytes(slots: Sequence[int], page_bytes: Sequence[int]) -> int:
-    """Bytes of a region before its pages: bookkeeping of all groups."""
+class RegionLayout(NamedTuple):
+    """Where in a region what is."""
+
+    pages_at: tuple[int, ...]
+    """Where the pages of each group begin."""
+    total_bytes: int
+
+    @property
+    def tables_bytes(self) -> int:
+        """Before the pages: bookkeeping of all groups."""
+        return self.pages_at[0]
+
+
+def region_layout(slots: Sequence[int], page_bytes: Sequence[int]) -> RegionLayout:
+    """Of a region with so many slots of each group."""
     ffi, lib = native.load()
-    out = ffi.new("int64_t*")
-    native.call(lib.kvc_shared_tables, len(slots), *_sizes(slots, page_bytes), out)
-    return int(out[0])
+    at, total = ffi.new("int64_t[]", len(slots)), ffi.new("int64_t*")
+    native.call(lib.kvc_shared_layout, len(slots), *_sizes(slots, page_bytes), at, total)
+    return RegionLayout(tuple(at), int(total[0]))
 
 
 def format_region(
@@ -129,10 +142,16 @@ class SharedTables:
         addresses: NDArray[np.uint64],
         slots: NDArray[np.int32],
         names: NDArray[np.uint8],
+        *,
+        threads: int = 1,
     ) -> None:
         """Pages at these addresses into slots that are held, each with its checksum."""
         native.call(
-            self._lib.kvc_shared_store, self._native, group, *self._copy(addresses, slots, names)
+            self._lib.kvc_shared_store,
+            self._native,
+            group,
+            *self._copy(addresses, slots, names),
+            threads,
         )
 
     def load(
@@ -141,6 +160,8 @@ class SharedTables:
         addresses: NDArray[np.uint64],
         slots: NDArray[np.int32],
         names: NDArray[np.uint8],
+        *,
+        threads: int = 1,
     ) -> NDArray[np.uint8]:
         """Slots that are held to pages at these addresses; 1 where the right bytes have arrived."""
         ok = np.zeros(len(slots), np.uint8)
@@ -149,6 +170,7 @@ class SharedTables:
             self._native,
             group,
             *self._copy(addresses, slots, names),
+            threads,
             self._ffi.from_buffer("uint8_t[]", ok),
         )
         return ok

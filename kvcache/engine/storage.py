@@ -65,7 +65,8 @@ class PagedStorage:
         *,
         device: str | torch.device = "cpu",
     ) -> None:
-        if whole(slabs, "slabs") < 1:
+        slabs = whole(slabs, "slabs")
+        if slabs < 1:
             raise ConfigError(
                 f"slabs is {slabs}: it must be above 0; geometry.slabs_in(bytes) tells how many fit"
             )

@@ -1,81 +1,49 @@
-"""Batches cut into parts for several threads."""
+"""Several threads copy for one transfer of a shared tier."""
 
 from __future__ import annotations
 
-import threading
-from itertools import chain as chain_of
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
-from tiers.pieces import PATIENCE
+from tiers.pieces import one_group
 from tiers.shared_pieces import shared
 
 from kvcache.connectors import settings
-from kvcache.connectors.copy_threads import CopyThreads
 from kvcache.connectors.testing import Setup, chain, rig
-
-
-def test_parts_run_at_once_and_results_are_in_order() -> None:
-    meet = threading.Barrier(3)
-    threads = CopyThreads(3)
-
-    def call(first: NDArray[np.int64], second: NDArray[np.int64]) -> list[tuple[int, int]]:
-        meet.wait(PATIENCE)
-        return list(zip(first.tolist(), second.tolist(), strict=True))
-
-    results = threads.run(call, np.arange(7), np.arange(7) * 10)
-    assert list(chain_of(*results)) == [(i, 10 * i) for i in range(7)]
-    assert [len(part) for part in results] == [3, 2, 2]
-    threads.close()
-
-
-def test_none_is_left_running_where_one_raises() -> None:
-    ended: list[int] = []
-    threads = CopyThreads(2)
-    raised = threading.Event()
-
-    def call(rows: NDArray[np.int64]) -> None:
-        if rows[0] == 0:
-            raised.set()
-            raise OSError("no")
-        assert raised.wait(PATIENCE)
-        ended.append(int(rows[0]))
-
-    with pytest.raises(OSError, match="no"):
-        threads.run(call, np.arange(4))
-    assert ended == [2]
-    threads.close()
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_what_cannot_be_cut_is_done_by_the_caller(count: int) -> None:
-    threads = CopyThreads(4)
-    assert threads.run(lambda _: threading.get_ident(), np.arange(count)) == [threading.get_ident()]
-    threads.close()
+from kvcache.core.errors import ConfigError
+from kvcache.core.shared_pool import SharedTables
 
 
 def test_a_shared_tier_copies_with_several_threads(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settings, "cores", lambda: 2)
-    used: set[str] = set()
-    parts: set[int] = set()
-    real = CopyThreads.run
+    asked: list[int] = []
+    for name in ("store", "load"):
+        real = getattr(SharedTables, name)
 
-    def run(self: CopyThreads, call: object, *arrays: object) -> object:
-        def noted(*rows: object) -> object:
-            used.add(threading.current_thread().name)
-            parts.add(len(rows[0]))  # type: ignore[arg-type]
-            return call(*rows)  # type: ignore[operator]
+        def noted(*args: Any, real: Any = real, threads: int = 1) -> Any:
+            asked.append(threads)
+            return real(*args, threads=threads)
 
-        return real(self, noted, *arrays)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(CopyThreads, "run", run)
-    with rig(lambda s: shared(s, tmp_path, threads=9), Setup(pages=(16, 2))) as r:  # type: ignore[arg-type]
+        monkeypatch.setattr(SharedTables, name, noted)
+    setup = Setup(geometry=one_group(1 << 20), pages=(16,))
+    with rig(lambda s: shared(s, tmp_path, threads=9), setup) as r:
         keys = chain("a", 9)
         assert r.store(keys) == keys
         r.lookup(1, keys)
-        assert all(r.load(1, keys))
-    assert parts == {5, 4}  # of nine pages
-    assert used <= {"kvcache-part_0", "kvcache-part_1"}
+        assert all(r.load(1, keys))  # compares every byte
+    assert asked == [2, 2]
+
+
+@pytest.mark.parametrize("threads", [0, 257, -1])
+def test_so_many_threads_cannot_be(tmp_path: Path, threads: int) -> None:
+    with rig(lambda s: shared(s, tmp_path)) as r:
+        tables = r.scheduler._region.tables  # type: ignore[attr-defined]
+        nothing = np.zeros(0, np.uint64), np.zeros(0, np.int32), np.zeros((0, 64), np.uint8)
+        with pytest.raises(ConfigError, match=f"threads is {threads}: from 1 to 256"):
+            tables.store(0, *nothing, threads=threads)
+        with pytest.raises(ConfigError, match=f"threads is {threads}"):
+            tables.load(0, *nothing, threads=threads)

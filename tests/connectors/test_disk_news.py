@@ -77,6 +77,22 @@ def test_what_was_told_before_a_store_ended_is_older_than_it() -> None:
     assert scheduler.plan_store(keyed_pages(KEYS, [0, 1, 2])) is None
 
 
+def test_who_tells_something_still_hears_what_others_told_before(tmp_path: Path) -> None:
+    boards = [Board(tmp_path / "board", writer, fresh=writer == 1) for writer in (1, 2)]
+    try:
+        names = names_of(KEYS)
+        boards[0].post(Change.STORED, 0, names[:1])
+        boards[1].post(Change.STORED, 0, names[1:2])
+        for board, told in zip(boards, (names[1:2], names[:1]), strict=True):
+            seen = board.look()
+            assert not seen.missed
+            assert seen.records["name"].tolist() == told.tolist()
+            assert len(board.look().records) == 0
+    finally:
+        for board in boards:
+            os.close(board.file)
+
+
 # ---- missed ----------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from kvcache.connectors.testing import Rig, Setup, chain, rig
 from kvcache.core import host_memory
 from kvcache.core.errors import ConfigError
 from kvcache.core.hashing import Fingerprint
-from kvcache.core.shared_pool import tables_bytes
+from kvcache.core.shared_pool import region_layout
 
 Require = Callable[[str, str], NoReturn]
 
@@ -223,14 +223,14 @@ def test_users_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_bookkeeping_is_as_much_as_is_said(page_bytes: int, percent: float) -> None:
     """140 bytes a slot, for any number of slots, beside a page of the head; docs/tiers.md has the table."""
     for slots in (100, 1000, 10**6):
-        tables = tables_bytes([slots], [page_bytes])
+        tables = region_layout([slots], [page_bytes]).tables_bytes
         assert abs(tables - 140 * slots) <= 8192
         assert tables <= percent / 100 * slots * page_bytes + 8192
 
 
 def test_bookkeeping_is_told(tmp_path: Path) -> None:
     with rig(lambda s: shared(s, tmp_path), Setup(geometry=one_group(64), pages=(8,))) as r:
-        assert r.scheduler.tables_bytes == tables_bytes([8], [64])  # type: ignore[attr-defined]
+        assert r.scheduler.tables_bytes == region_layout([8], [64]).tables_bytes  # type: ignore[attr-defined]
 
 
 def test_an_engine_finds_what_another_computed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvcache.core import native
 from kvcache.core.errors import ConfigError, MisuseError
-from kvcache.core.shared_pool import SharedPool, SharedTables, format_region, tables_bytes
+from kvcache.core.shared_pool import SharedPool, SharedTables, format_region, region_layout
 
 SLOTS, PAGE_BYTES, LAYOUT = [8], [4096], b"\x01" * 32
 
@@ -23,7 +23,7 @@ def address_of(memory: mmap) -> int:
 
 @pytest.fixture(name="memory")
 def _memory() -> mmap:
-    return mmap(-1, tables_bytes(SLOTS, PAGE_BYTES) + SLOTS[0] * PAGE_BYTES[0])
+    return mmap(-1, region_layout(SLOTS, PAGE_BYTES).tables_bytes + SLOTS[0] * PAGE_BYTES[0])
 
 
 def user(memory: mmap, number: int) -> SharedPool:
@@ -53,7 +53,7 @@ def stored(pool: SharedPool, *numbers: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("size", [0, 256, 4096, tables_bytes([8] * 32, [4096] * 32)])
+@pytest.mark.parametrize("size", [0, 256, 4096, region_layout([8] * 32, [4096] * 32).tables_bytes])
 def test_nothing_is_written_where_there_is_no_room_for_the_tables(size: int) -> None:
     memory = mmap(-1, 1 << 21)
     slots, sizes = [8] * 32, [4096] * 32
@@ -63,7 +63,7 @@ def test_nothing_is_written_where_there_is_no_room_for_the_tables(size: int) -> 
 
 
 def test_nothing_is_read_behind_the_end(memory: mmap, pool: SharedPool) -> None:
-    least = tables_bytes(SLOTS, PAGE_BYTES)
+    least = region_layout(SLOTS, PAGE_BYTES).tables_bytes
     for size in (0, 100, least - 1):
         with pytest.raises(ConfigError, match=f"^{size} bytes for a region of {least}"):
             SharedTables(address_of(memory), size, SLOTS, PAGE_BYTES, layout=LAYOUT, user=1)
@@ -129,7 +129,7 @@ def test_users_are_known_until_they_are_forgotten(memory: mmap, pool: SharedPool
 
 def test_many_keys_are_looked_up_in_pieces_and_none_is_lost() -> None:
     count = 20_000
-    memory = mmap(-1, tables_bytes([count], [64]) + count * 64 + 4096)
+    memory = mmap(-1, region_layout([count], [64]).tables_bytes + count * 64 + 4096)
     format_region(address_of(memory), len(memory), [count], [64], layout=LAYOUT, seed=3)
     tables = SharedTables(address_of(memory), len(memory), [count], [64], layout=LAYOUT, user=0)
     pool = tables.pools[0]

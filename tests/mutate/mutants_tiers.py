@@ -28,6 +28,13 @@ TIERS = [
         (DISK + "restart.py::test_what_was_oldest_is_evicted_first_after_a_restart",),
     ),
     Mutant(
+        "who tells something skips what others told before",
+        "connectors/disk_board.py",
+        "            if first == self._seen:  # nothing of others is in between\n",
+        "            if first >= 0:\n",
+        (DISK + "news.py::test_who_tells_something_still_hears_what_others_told_before",),
+    ),
+    Mutant(
         "files of evicted keys stay",
         "connectors/disk_scheduler.py",
         '            self._news.discard(group, slots["name"][evicted])\n',
