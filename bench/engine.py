@@ -125,7 +125,12 @@ def run_engine_bench(bench: EngineBench, progress: Callable[[str], None]) -> dic
         model = MODELS[bench.model]()
         if bench.kv_dtype != model.kv_dtype:
             model = Model(model.weights, kv_dtype=bench.kv_dtype)
-        report: dict[str, Any] = {"bench": "engine", "model": model.name, "seed": bench.seed}
+        report: dict[str, Any] = {
+            "bench": "engine",
+            "model": model.name,
+            "kv_dtype": model.kv_dtype,
+            "seed": bench.seed,
+        }
         if bench.part in {"all", "floors"}:
             report |= _floors(bench, model, progress)
         if bench.part in {"all", "overload"}:
@@ -269,7 +274,7 @@ def describe(report: dict[str, Any]) -> Sequence[str]:
     machine = report["machine"]
     lines = [
         (
-            f"{report['model']}, fp32, {machine['threads']} of {machine['cpus']} CPUs,"
+            f"{report['model']}, {report['kv_dtype']}, {machine['threads']} of {machine['cpus']} CPUs,"
             f" {machine['processor']}, load {machine['load_average']:.1f}"
         )
     ]

@@ -41,7 +41,7 @@ from kvcache.connectors.tier_stats import TierStats
 from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.events.records import MEDIUM_CPU
 from kvcache.core.records import KEYED_DTYPE
-from kvcache.core.values import sequence, whole
+from kvcache.core.values import finite, sequence, whole
 
 __all__ = [
     "KEYED_DTYPE",
@@ -113,6 +113,15 @@ class Transfer:
     names: NDArray[np.uint8] | None = None
     """`[n, 64]`: namespace and digest of each item, where the worker finds pages by their keys."""
 
+    def __post_init__(self) -> None:
+        lengths = len(self.groups), len(self.pages), len(self.slots)
+        if len(set(lengths)) > 1:
+            raise ConfigError(
+                f"transfer {self.id} has {lengths[0]} groups, {lengths[1]} pages and {lengths[2]}"
+                " slots: one of each for each item"
+            )
+        finite(self.deadline_seconds, "Transfer.deadline_seconds")
+
     @property
     def far_rows(self) -> NDArray[np.intp]:
         """Items of a load that come from a tier below."""
@@ -168,6 +177,7 @@ class PageRegion:
     def __post_init__(self) -> None:
         for name in ("address", "page_bytes", "pages", "stride_bytes"):
             object.__setattr__(self, name, whole(getattr(self, name), f"PageRegion.{name}"))
+        whole(self.pages, "PageRegion.pages", most=2**31 - 1)
         parts = tuple(
             tuple(
                 whole(a, "an address of PageRegion.parts") for a in sequence(part, "a part of it")

@@ -145,6 +145,18 @@ def test_a_stopped_answer_is_part_of_the_conversation(chat: Chat) -> None:
     assert chat.answer.usage.device_tokens > 0
 
 
+def test_what_was_said_is_for_its_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in a folder that others may look into, and where a file of an earlier version was."""
+    tmp_path.chmod(0o755)
+    for _ in range(2):
+        talk(monkeypatch, capsys, "hello\n", "--disk", str(tmp_path))
+        file = tmp_path / "chat.json"
+        assert file.stat().st_mode & 0o777 == 0o600
+        file.chmod(0o644)
+
+
 def test_an_answer_that_nobody_hears_to_its_end_is_in_no_other_one(chat: Chat) -> None:
     expected = say(chat, Conversation(), "second question", max_tokens=12)
     left = Conversation()

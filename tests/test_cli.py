@@ -9,6 +9,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -362,6 +363,7 @@ def test_each_memory_problem_has_its_line_of_advice() -> None:
         available_bytes=preflight.GIB,
         cgroup_limit_bytes=2 * preflight.GIB,
         memlock_limit_bytes=65536,
+        lockable_bytes=4096,
         shm_total_bytes=64 * 2**20,
         shm_free_bytes=0,
         transparent_huge_pages="never",
@@ -370,6 +372,8 @@ def test_each_memory_problem_has_its_line_of_advice() -> None:
     assert len(preflight.advice(bad)) == len(words)
     for word, line in zip(words, preflight.advice(bad), strict=True):
         assert word in line
+    may_lock_all = replace(good, memlock_limit_bytes=65536)  # as root: the limit is none
+    assert preflight.advice(may_lock_all) == []
 
 
 def test_streams_closed_from_the_start_are_no_fault_of_the_program() -> None:

@@ -96,6 +96,7 @@ def _restart(restart: Restart, kit: Kit) -> dict[str, Any]:
         "device_pool_bytes": restart.device_bytes,
         "prompt_tokens": sum(t.usage.prompt_tokens for t in turns),
         "restored_tokens": sum(t.usage.host_tokens for t in turns),
+        "device_tokens": sum(t.usage.device_tokens for t in turns),
         "computed_tokens": sum(t.usage.prompt_tokens - t.usage.cached_tokens for t in turns),
         "ttft_seconds": median(t.first_token_seconds for t in turns),
         "recomputed_ttft_seconds": median(t.first_token_seconds for t in restart.recomputed),

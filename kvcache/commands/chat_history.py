@@ -119,7 +119,7 @@ class ChatHistory:
                 for c in conversations
             ],
         }
-        write_atomically(self.file, json.dumps(stored) + "\n")
+        write_atomically(self.file, json.dumps(stored) + "\n", mode=0o600)
 
 
 def _plain_file(path: Path) -> int:

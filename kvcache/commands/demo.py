@@ -223,7 +223,8 @@ def _restarted(restart: dict[str, Any], comparison: dict[str, Any]) -> str:
     return (
         f"\nAfter a restart: process {restart['process']} found {restart['disk_bytes'] / MIB:.1f} MiB"
         f" of pages that process {restart['first_process']} had left on disk; of {restart['prompt_tokens']:,} prompt tokens it restored"
-        f" {restart['restored_tokens']:,} and computed {restart['computed_tokens']:,}: first token"
+        f" {restart['restored_tokens']:,}, found {restart['device_tokens']:,} on the device by then, and"
+        f" computed {restart['computed_tokens']:,}: first token"
         f" after {restart['ttft_seconds']:.3f} s ({restart['recomputed_ttft_seconds']:.3f} s"
         f" recomputed), outputs {_verdict(comparison, reference=False)}."
     )

@@ -196,8 +196,9 @@ def describe(report: dict[str, Any]) -> list[str]:
         "memory": size(memory["total_bytes"]),
         "host pool": f"up to {size(memory['available_bytes'])} ({memory['available_limit']}); shared"
         f" by processes up to {size(memory['largest_shared_bytes'])}",
-        "limits": f"cgroup {size(memory['cgroup_limit_bytes'])},"
-        f" memlock {size(memory['memlock_limit_bytes'])}, lockable {size(memory['lockable_bytes'])}",
+        "limits": f"cgroup {preflight.limit(memory['cgroup_limit_bytes'])},"
+        f" memlock {preflight.limit(memory['memlock_limit_bytes'])}, this process may lock"
+        f" {preflight.limit(memory['lockable_bytes'])}",
         preflight.SHM: f"{size(memory['shm_free_bytes'])} free of {size(memory['shm_total_bytes'])}",
         "huge pages": f"transparent: {memory['transparent_huge_pages'] or 'unknown'};"
         f" {memory['huge_pages']} of 2 MiB reserved and free",

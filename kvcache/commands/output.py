@@ -78,11 +78,14 @@ def require_apart(path: str, inputs: Iterable[str | os.PathLike[str]]) -> None:
             )
 
 
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+def write_atomically(path: str | os.PathLike[str], text: str, *, mode: int | None = None) -> None:
     """Write a whole file or, on any failure, nothing: the old content stays.
 
     Written beside the target, synced, then renamed over it. A target that is not a regular file
     (a device, a pipe) is written to directly.
+
+    Args:
+        mode: of the file, also of one that is there; None: as that, or as the umask leaves a new one.
 
     Raises:
         OSError: no such folder, no permission, a full disk.
@@ -94,7 +97,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
             with target.open("wb") as stream:
                 stream.write(text.encode())
         else:
-            _replace(Path(os.path.realpath(path)), text.encode())
+            _replace(Path(os.path.realpath(path)), text.encode(), mode)
     except OSError as error:  # a failed write does not know its file's name
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
@@ -113,16 +116,18 @@ def also_in(path: str | None, report: object) -> Iterator[None]:
             write_atomically(path, as_json(report))
 
 
-def _replace(target: Path, data: bytes) -> None:
+def _replace(target: Path, data: bytes, mode: int | None) -> None:
     # Not the target's name and more, which may be longer than names can be.
     beside = target.with_name(f".kvcache-{secrets.token_hex(8)}.tmp")
     try:
         with beside.open("xb") as stream:
+            if mode is None and target.exists():
+                mode = stat.S_IMODE(target.stat().st_mode)
+            if mode is not None:
+                os.fchmod(stream.fileno(), mode)
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-            if target.exists():
-                os.fchmod(stream.fileno(), stat.S_IMODE(target.stat().st_mode))
         beside.replace(target)
     except BaseException:
         beside.unlink(missing_ok=True)

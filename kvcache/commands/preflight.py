@@ -39,7 +39,7 @@ class HostMemory:
     available_limit: str = "the machine's available memory"
     """What sets `available_bytes`."""
     lockable_bytes: int | None = None
-    """What this process may still lock: of RLIMIT_MEMLOCK, unless it may lock anything."""
+    """What this process may still lock, of RLIMIT_MEMLOCK; None: as root, or with CAP_IPC_LOCK, all."""
     huge_pages: int = 0
     """Of 2 MiB, reserved, free and promised to nobody."""
     numa_free_bytes: dict[int, int | None] = field(default_factory=dict)
@@ -106,23 +106,28 @@ def refusals(pool_bytes: int) -> list[str]:
 
 
 def size(count: int | None) -> str:
-    """Bytes for people; None is no limit, or not known."""
-    return "none" if count is None else human_bytes(count)
+    """Bytes for people; None is not known."""
+    return "unknown" if count is None else human_bytes(count)
+
+
+def limit(count: int | None) -> str:
+    """A limit for people; None is no limit."""
+    return "without limit" if count is None else human_bytes(count)
 
 
 def advice(memory: HostMemory) -> list[str]:
     """One line for each thing that will stand in the way of a host pool."""
     lines = []
     available = memory.available_bytes
-    limit = memory.cgroup_limit_bytes
+    of_group = memory.cgroup_limit_bytes
     if available is not None and available < LOW_MEMORY_BYTES:
         lines.append(f"only {size(available)} of memory are available: make host pools smaller")
-    if limit is not None and (memory.total_bytes is None or limit < memory.total_bytes):
+    if of_group is not None and (memory.total_bytes is None or of_group < memory.total_bytes):
         lines.append(
-            f"the cgroup limit is {size(limit)}: size host pools by it, or raise the container's"
+            f"the cgroup limit is {size(of_group)}: size host pools by it, or raise the container's"
             " memory limit"
         )
-    if memory.memlock_limit_bytes is not None:
+    if memory.memlock_limit_bytes is not None and memory.lockable_bytes is not None:
         lines.append(
             f"RLIMIT_MEMLOCK is {size(memory.memlock_limit_bytes)}: a pool above that cannot be"
             " pinned for a GPU or NIC; set `ulimit -l unlimited` (docker: --ulimit memlock=-1)"

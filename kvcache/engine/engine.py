@@ -8,6 +8,7 @@ One step:
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from kvcache.engine.chunk import Chunk, Guesser, Guesses, Runner
 from kvcache.engine.chunk_maker import ChunkMaker
 from kvcache.engine.costs import Costs, Loads
 from kvcache.engine.intake import MAX_PRIORITY, validated
+from kvcache.engine.one_thread import one_thread
 from kvcache.engine.pauses import Pauses
 from kvcache.engine.queues import Counters
 from kvcache.engine.request import (
@@ -47,7 +49,7 @@ T = TypeVar("T")
 
 
 class Engine:
-    """Continuous batching over one runner. Not thread-safe.
+    """Continuous batching over one runner. For one thread at a time; another one is refused.
 
     Args:
         runner: computes chunks on the pages that the manager hands out.
@@ -80,6 +82,7 @@ class Engine:
             raise ConfigError("the runner and the manager were built for different geometries")
         if offload is not None and offload.manager is not manager:
             raise ConfigError("the offload was made for another manager: give both the same one")
+        self._door = threading.RLock()
         self.settings = settings or EngineSettings()
         self._guesser = runner if isinstance(runner, Guesser) else None
         self.scheduler = Scheduler(
@@ -107,6 +110,7 @@ class Engine:
 
     # ---- requests ------------------------------------------------------------------------------
 
+    @one_thread
     def add_request(
         self,
         prompt: Sequence[int] | NDArray[np.integer],
@@ -161,6 +165,7 @@ class Engine:
         self.scheduler.add(request)
         return handle
 
+    @one_thread
     def abort(self, request_id: int) -> None:
         """End a request at any moment, also from inside the runner.
 
@@ -168,6 +173,7 @@ class Engine:
         """
         self._close(self._find(request_id), Reason.ABORT)
 
+    @one_thread
     def preempt(self, request_id: int) -> None:
         """Take the pages of a running request, as the scheduler does when the arena is full.
 
@@ -182,14 +188,17 @@ class Engine:
         """Between `sleep` and `wake`."""
         return self._pauses.asleep
 
+    @one_thread
     def sleep(self, timeout_seconds: float = 60.0) -> bool:
         """See `Pauses.sleep`."""
         return self._pauses.sleep(timeout_seconds)
 
+    @one_thread
     def wake(self) -> None:
         """See `Pauses.wake`."""
         self._pauses.wake()
 
+    @one_thread
     def reload(self, weights_epoch: int, load: Callable[[], None]) -> None:
         """See `Pauses.reload`."""
         self._pauses.reload(weights_epoch, load)
@@ -212,6 +221,7 @@ class Engine:
 
     # ---- the loop ------------------------------------------------------------------------------
 
+    @one_thread
     def step(self) -> list[Event]:
         """Compute one batch; returns what happened since the last call.
 

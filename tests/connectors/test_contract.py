@@ -14,6 +14,7 @@ from kvcache.connectors import testing
 from kvcache.connectors.base import (
     Connector,
     Direction,
+    PageRegion,
     RequestKeys,
     TierWorker,
     Transfer,
@@ -23,7 +24,7 @@ from kvcache.connectors.cpu import CpuConnector, native_copy
 from kvcache.connectors.key_events import KeysRemoved, KeysStored
 from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.connectors.testing import CONTRACT, ContractError, Factory, Setup
-from kvcache.core.errors import KVCacheError, MisuseError
+from kvcache.core.errors import ConfigError, KVCacheError, MisuseError
 from kvcache.core.hashing import NATIVE_NAMESPACE
 
 
@@ -398,3 +399,33 @@ def test_a_connector_with_one_fault_breaks_a_rule(
 
 def test_the_kit_needs_no_test_runner() -> None:
     assert not hasattr(testing, "pytest")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parts": True}, "PageRegion.parts is True"),
+        ({"parts": ((1.5,),)}, "an address of PageRegion.parts is 1.5"),
+        ({"parts": ((True,),)}, "an address of PageRegion.parts is True"),
+        ({"parts": ((2**64,),)}, "an address of PageRegion.parts is 18446744073709551616"),
+        ({"parts": (None,)}, "a part of it is None"),
+        ({"pages": 2**31}, "PageRegion.pages is 2147483648"),
+        ({"page_bytes": "x" * 100_000}, "PageRegion.page_bytes is 'x"),
+    ],
+)
+def test_a_region_that_cannot_be_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        PageRegion(**{"address": 0, "page_bytes": 64, "pages": 4, **change})
+    assert len(str(caught.value)) < 300
+
+
+def test_a_transfer_has_one_of_each_for_each_item() -> None:
+    def made(groups: int, pages: int, slots: int, seconds: float) -> Transfer:
+        arrays = [np.zeros(n, t) for n, t in ((groups, "i4"), (pages, "i4"), (slots, "i8"))]
+        return Transfer(7, Direction.LOAD, *arrays, deadline_seconds=seconds)
+
+    assert len(made(2, 2, 2, 1.0).pages) == 2
+    with pytest.raises(ConfigError, match="transfer 7 has 2 groups, 1 pages and 2 slots"):
+        made(2, 1, 2, 1.0)
+    with pytest.raises(ConfigError, match=r"Transfer\.deadline_seconds is nan"):
+        made(1, 1, 1, float("nan"))

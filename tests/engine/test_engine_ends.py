@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from tiers.late import pass_deadlines
 
 from kvcache import (
     KVCacheError,
+    MisuseError,
 )
 from kvcache.core.records import KEYED_DTYPE
 from kvcache.engine.chunk import Chunk
@@ -191,6 +194,37 @@ def test_a_load_may_take_longer_than_a_request_may_stall(monkeypatch: pytest.Mon
         assert result.usage.cached_tokens == 0
         monkeypatch.undo()
         gate.open.set()
+        assert r.held == 0
+
+
+def test_a_second_thread_is_refused_and_changes_nothing() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        inside.set()
+        assert go_on.wait(DRAIN_SECONDS)
+
+    with rig([20], runner_type=Interfering) as r:
+        prompt = tokens(60, 1)
+        request = r.engine.add_request(prompt, max_new_tokens=5)
+        interfering(r).action = stop
+        with ThreadPoolExecutor(1) as thread:
+            stepping = thread.submit(r.engine.step)
+            assert inside.wait(DRAIN_SECONDS)
+            for call in (
+                r.engine.step,
+                lambda: r.engine.add_request(prompt, max_new_tokens=1),
+                lambda: r.engine.abort(request),
+                lambda: r.engine.preempt(request),
+                lambda: r.engine.sleep(0.0),
+                lambda: r.engine.reload(7, lambda: None),
+            ):
+                with pytest.raises(MisuseError, match="two threads are in one Engine"):
+                    call()
+            interfering(r).action = None
+            go_on.set()
+            stepping.result(DRAIN_SECONDS)
+        assert r.engine.run()[request].tokens == expected_output(prompt, 5)
         assert r.held == 0
 
 
