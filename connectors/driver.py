@@ -27,7 +27,7 @@ twice) is settled here; the engine only ever sees a request that runs or one tha
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -47,9 +47,9 @@ from kvcache.connectors.base import (
 )
 from kvcache.connectors.event_stream import TierStream
 from kvcache.connectors.offload_loads import Loads
+from kvcache.connectors.offload_reach import Reach, Reaches
 from kvcache.connectors.offload_records import (
     Faults,
-    Reach,
     Timing,
     hand_back,
     require_alone,
@@ -112,6 +112,7 @@ class Offload:
         self._worker.register(regions)
         take_over(manager, self)
         self._stream = TierStream(manager.group_labels(), connector.medium)
+        self._reaches = Reaches(self._scheduler, manager.geometry)
         self._held: dict[int, Reach | None] = {}
         """Requests for which the tier holds something since their lookup; None: of all keys."""
         self._loads = Loads(manager, self._scheduler, self._submit)
@@ -131,7 +132,7 @@ class Offload:
             return manager.lookup(handle)
         keys = RequestKeys(handle, namespace, manager.group_digests(handle))
         reach = self._held.setdefault(handle, None)
-        if reach is not None and self._stands(reach, keys):
+        if reach is not None and self._reaches.stands(reach, keys):
             digests = [rows[:n] for rows, n in zip(keys.digests, reach.rows, strict=True)]
             hit = self._look_up(keys._replace(digests=digests), faults)[0]
             if hit is None or max(hit.hit_tokens, hit.junction) <= reach.tokens:
@@ -139,7 +140,7 @@ class Offload:
         version = self._scheduler.version
         hit, present = self._look_up(keys, faults)
         if hit is not None:
-            self._narrow(keys, present, hit, version)
+            self._held[handle] = self._reaches.narrowed(keys, present, hit, version)
         return hit
 
     def _look_up(
@@ -154,51 +155,6 @@ class Offload:
             for group, index in faults.lost:
                 present[group][index[index < len(present[group])]] = 0
         return self.manager.lookup(keys.request, present), present
-
-    def _stands(self, reach: Reach, keys: RequestKeys) -> bool:
-        """Whether nothing that was stored since lets a hit go further. O(groups)."""
-        version = self._scheduler.version
-        if version is None or reach.keys != [len(rows) for rows in keys.digests]:
-            return False
-        if version != reach.version:
-            behind = self._behind(reach.gap, keys)
-            if behind is None or reach.behind is None:
-                return False
-            if not all(map(np.array_equal, behind, reach.behind)):
-                return False
-            reach.version = version
-        return True
-
-    def _behind(
-        self, gap: list[NDArray[np.uint8]], keys: RequestKeys
-    ) -> list[NDArray[np.uint8]] | None:
-        """Whether the tier has the keys of a gap; None: it cannot tell, or not whether that is all."""
-        if not any(rules.kind == "full" for rules in self.manager.geometry.rules):
-            return None
-        return self._scheduler.holds(keys._replace(digests=gap)) if any(map(len, gap)) else []
-
-    def _narrow(
-        self, keys: RequestKeys, present: list[NDArray[np.uint8]], hit: Hit, version: Hashable
-    ) -> None:
-        """Ends pins behind the first gap in attention: nothing there can be part of a hit."""
-        tokens = max(hit.hit_tokens, hit.junction)
-        geometry = self.manager.geometry
-        rows = [tokens // span if span else 0 for span in geometry.block_tokens]
-        gap = [
-            digests[n : n + (rules.kind == "full")]
-            for digests, n, rules in zip(keys.digests, rows, geometry.rules, strict=True)
-        ]
-        if any(flags[n:].any() for flags, n in zip(present, rows, strict=True)):
-            digests = [d[:n] for d, n in zip(keys.digests, rows, strict=True)]
-            self._scheduler.narrow(keys._replace(digests=digests))
-        self._held[keys.request] = Reach(
-            keys=[len(d) for d in keys.digests],
-            rows=rows,
-            tokens=tokens,
-            gap=[own.copy() for own in gap],
-            version=version,
-            behind=self._behind(gap, keys),
-        )
 
     def explain(self, handle: int) -> Explanation:
         """`Manager.explain`, with what the tier holds now though the last lookup did not find it there.
@@ -301,7 +257,8 @@ class Offload:
         """Requests whose load ended since the last call, and whether all of it is there.
 
         True: the request runs on from its hit. False: it waits again without pages; look it up:
-        the good part is a device hit now, and what failed is not asked of the tier again.
+        the good part is a device hit now, and what failed is not asked of the tier again. Stores
+        that waited for room go on: the copies of `take_moves` must be done before.
         """
         self._collect()
         return self._loads.take_ended()
@@ -353,7 +310,8 @@ class Offload:
         Also False, at once when nothing is in flight, where the oldest request waits for space: no
         store begins then, and what waits for its turn would wait for the engine's next step.
         A tier made of several has all of it in the last one then, but for what `stats` counts as
-        dropped or failed. Results of loads stay for the next `poll`.
+        dropped or failed. Results of loads stay for the next `poll`. The copies of `take_moves` must
+        be done before.
         """
         end = time.monotonic() + wait_seconds(timeout_seconds, "timeout_seconds")
         self._stores.everything()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -16,23 +16,6 @@ from kvcache.core.errors import ConfigError, HandleError, MisuseError
 from kvcache.core.layout import Geometry
 from kvcache.core.manager import Manager
 from kvcache.core.values import sequence, shown
-
-
-@dataclass(slots=True)
-class Reach:
-    """How far the last lookup of a request came, and the tier's pins with it: no hit went further."""
-
-    keys: list[int]
-    """Of each group: those that the request had."""
-    rows: list[int]
-    """Of each group: those of them that are pinned."""
-    tokens: int
-    gap: list[NDArray[np.uint8]]
-    """Of each group of full attention, the first key behind; all hits end before it."""
-    version: Hashable
-    """Of the tier, when it was last seen that this has not changed."""
-    behind: list[NDArray[np.uint8]] | None = None
-    """Whether the tier has the keys of the gap; None: it cannot be told."""
 
 
 class Timing(NamedTuple):

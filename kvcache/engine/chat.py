@@ -37,18 +37,15 @@ def _pieces(messages: Sequence[Message], *, answer: bool) -> Iterator[tuple[str,
         yield START, "assistant\n"
 
 
-def render_chat(messages: Sequence[Message], *, answer: bool = True) -> str:
-    """The prompt as text. `answer`: ends where the assistant's answer begins."""
-    return "".join(special + text for special, text in _pieces(messages, answer=answer))
-
-
 def encode_chat(
     tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool = True
 ) -> NDArray[np.int32]:
     """The prompt as tokens. Special tokens inside a message's content are plain text.
 
+    `answer`: ends where the assistant's answer begins.
+
     Raises:
-        InputError: a text without a UTF-8 form, or a tokenizer without the special tokens of ChatML.
+        InputError: no message, a text without a UTF-8 form, or a tokenizer without the special tokens of ChatML.
     """
     parts = []
     for special, text in _pieces(messages, answer=answer):

@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 
 from kvcache.connectors.driver import Offload
 from kvcache.core import arrays
-from kvcache.core.errors import CapacityError, ConfigError, HandleError, MisuseError
-from kvcache.core.layout import Geometry
+from kvcache.core.errors import CapacityError, HandleError, MisuseError
 from kvcache.core.manager import Manager
-from kvcache.core.values import shown, whole
+from kvcache.core.values import whole
 from kvcache.engine.chunk import Chunk, Guesser, Guesses, Runner
 from kvcache.engine.chunk_maker import ChunkMaker
 from kvcache.engine.costs import Costs, Loads
-from kvcache.engine.intake import MAX_PRIORITY, validated
+from kvcache.engine.intake import MAX_PRIORITY, as_sampled, require_parts, validated
 from kvcache.engine.one_thread import one_thread
 from kvcache.engine.pauses import Pauses
 from kvcache.engine.queues import Counters
@@ -68,20 +67,7 @@ class Engine:
         settings: EngineSettings | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if not isinstance(manager, Manager):
-            raise ConfigError(f"manager is {shown(manager)}: give a Manager")
-        if offload is not None and not isinstance(offload, Offload):
-            raise ConfigError(f"offload is {shown(offload)}: give an Offload, or None")
-        if settings is not None and not isinstance(settings, EngineSettings):
-            raise ConfigError(f"settings are {shown(settings)}: give EngineSettings")
-        if not isinstance(getattr(runner, "geometry", None), Geometry):
-            raise ConfigError(
-                f"runner is {shown(runner)}: give a runner, such as TorchRunner(model, slabs)"
-            )
-        if runner.geometry != manager.geometry:
-            raise ConfigError("the runner and the manager were built for different geometries")
-        if offload is not None and offload.manager is not manager:
-            raise ConfigError("the offload was made for another manager: give both the same one")
+        require_parts(runner, manager, offload, settings)
         self._door = threading.RLock()
         self.settings = settings or EngineSettings()
         self._guesser = runner if isinstance(runner, Guesser) else None
@@ -167,10 +153,7 @@ class Engine:
 
     @one_thread
     def abort(self, request_id: int) -> None:
-        """End a request at any moment, also from inside the runner.
-
-        Its event comes with the next `step`.
-        """
+        """End a request at any moment, also inside the runner. Its event comes with the next `step`."""
         self._close(self._find(request_id), Reason.ABORT)
 
     @one_thread
@@ -226,9 +209,9 @@ class Engine:
         """Compute one batch; returns what happened since the last call.
 
         Returns at once unless there is nothing to compute and a transfer or a page is awaited: then
-        after `idle_wait_seconds` at most. If the runner raises, the requests of its batch end with
-        `Reason.ERROR`, and the exception goes on. If its `move_pages` does, no request ends: what is
-        cached on the device is forgotten, and all that run are computed again.
+        after `idle_wait_seconds` at most. If the runner raises, its batch's requests end with
+        `Reason.ERROR`, and the exception goes on. If its `move_pages` does, no request ends: all that
+        is cached on the device is forgotten, and what ran is computed again.
         """
         self._pauses.require_awake()
         begin, counters = self._clock(), self.counters
@@ -291,16 +274,6 @@ class Engine:
                 results[event.request] = Result(outputs.pop(event.request, []), *event[1:])
         return results
 
-    def _checked(self, sampled: object, count: int) -> NDArray[np.int32]:
-        """What a runner gave, if it is one token of the vocabulary for each chunk."""
-        tokens = arrays.flat(sampled, np.int32, "the runner's tokens")  # type: ignore[arg-type]
-        if len(tokens) != count or not ((tokens >= 0) & (tokens < self._runner.vocab_size)).all():
-            raise MisuseError(
-                f"the runner gave {len(tokens)} tokens {tokens[:4]}... for {count} chunks of a"
-                f" vocabulary of {self._runner.vocab_size}: one token for each chunk"
-            )
-        return tokens
-
     def _compute(self) -> tuple[list[Work], list[Guesses]]:
         step = self._manager.begin_step()
         try:
@@ -329,11 +302,11 @@ class Engine:
 
     def _run(self, chunks: list[Chunk]) -> list[Guesses]:
         if self._guesser is None:
-            tokens = self._checked(self._runner.run(chunks), len(chunks))
+            tokens = as_sampled(self._runner.run(chunks), len(chunks), self._runner)
             return [Guesses(tokens[i : i + 1], -1) for i in range(len(tokens))]
         guesses = self._guesser.run_guessing(chunks)
         for chunk, (tokens, _) in zip(chunks, guesses, strict=True):
-            if not 1 <= len(self._checked(tokens, len(tokens))) <= chunk.drafts + 1:
+            if not 1 <= len(as_sampled(tokens, len(tokens), self._runner)) <= chunk.drafts + 1:
                 raise MisuseError(
                     f"the runner gave {len(tokens)} tokens for a chunk with {chunk.drafts} drafts:"
                     " one, and one more for each that was right"

@@ -144,12 +144,6 @@ class Roofline:
         attention = np.maximum(costs.attention_flops / flops, costs.kv_bytes / memory)
         return dense + attention + hardware.step_seconds
 
-    def prefill_seconds(self, tokens: int, step_tokens: int) -> float:
-        """Of one prompt alone, from its first token on, in chunks of `step_tokens`."""
-        starts = np.arange(0, tokens, step_tokens, dtype=np.int64)
-        ends = np.minimum(starts + step_tokens, tokens)
-        return float(self.seconds(starts[:, None], ends[:, None]).sum())
-
 
 def group_cost(group: GroupSpec, weights: Weights, tp: int) -> GroupCost:
     """Costs of a group with blocks on one rank, from its shapes."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine.simulations import prefill_seconds
 from replays.naive import BLOCK, random_trace, serve_all
 
 from kvcache.bench.replay_settings import ReplaySettings
@@ -59,7 +60,7 @@ def poisson(count: int, rate: float, seed: int) -> Iterator[TraceRequest]:
 def test_one_server_queues_as_theory_says(load: float) -> None:
     settings = ReplaySettings(block_tokens=BLOCK, pool_tokens=10 * BLOCK)
     slow = timing(HARDWARE["h100"], token_budget=1000, max_requests=8)
-    service = slow.roofline(settings).prefill_seconds(1000, 1000)
+    service = prefill_seconds(slow.roofline(settings), 1000, 1000)
     count = 900
     requests = list(poisson(count, load / service, seed=1))
     report, replay = replayed(requests, settings, slow)

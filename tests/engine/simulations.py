@@ -113,3 +113,10 @@ class Recorder:
 
     def move_pages(self, moves: NDArray[np.void]) -> None:
         self._runner.move_pages(moves)
+
+
+def prefill_seconds(line: Roofline, tokens: int, step_tokens: int) -> float:
+    """What a prompt alone takes, from its first token on, in chunks of `step_tokens`."""
+    starts = np.arange(0, tokens, step_tokens, dtype=np.int64)
+    ends = np.minimum(starts + step_tokens, tokens)
+    return float(line.seconds(starts[:, None], ends[:, None]).sum())

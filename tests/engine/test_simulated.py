@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from engine.simulations import BLOCK, HARDWARE, Simulation, counts, simulation
+from engine.simulations import BLOCK, HARDWARE, Simulation, counts, prefill_seconds, simulation
 
 from kvcache.connectors.base import Direction, PageRegion, Transfer
 from kvcache.core.errors import CapacityError, InvariantError
@@ -29,7 +29,7 @@ def test_one_request_alone_takes_its_prefill_and_its_decodes() -> None:
     request = sim.add(range(100), 5000, 20)
     timing = sim.run()[request].timing
     assert timing.arrival == 0
-    assert timing.first_token == pytest.approx(sim.roofline.prefill_seconds(5000, 2048), rel=1e-12)
+    assert timing.first_token == pytest.approx(prefill_seconds(sim.roofline, 5000, 2048), rel=1e-12)
     decodes = sum(decode_seconds(sim, [5000 + i]) for i in range(19))
     assert timing.finish - timing.first_token == pytest.approx(decodes, rel=1e-9)
 
@@ -40,7 +40,7 @@ def test_two_that_may_not_run_together_queue() -> None:
     second = sim.add(range(200, 300), 4000, 5)
     ended = sim.run()
     begun = ended[first].timing.finish
-    prefill = sim.roofline.prefill_seconds(4000, 2048)
+    prefill = prefill_seconds(sim.roofline, 4000, 2048)
     assert ended[second].timing.first_token == pytest.approx(begun + prefill, rel=1e-12)
 
 

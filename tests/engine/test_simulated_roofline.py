@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from engine.simulations import prefill_seconds
 
 from kvcache.core.errors import ConfigError
 from kvcache.core.layout import Geometry
@@ -70,7 +71,7 @@ def test_a_prompt_alone_takes_the_sum_of_its_chunks() -> None:
     line = roofline("gemma-3-27b")
     chunks = [(0, 512), (512, 1024), (1024, 1300)]
     total = sum(seconds(line, chunk) for chunk in chunks)
-    assert line.prefill_seconds(1300, 512) == pytest.approx(total, rel=1e-12)
+    assert prefill_seconds(line, 1300, 512) == pytest.approx(total, rel=1e-12)
 
 
 def test_experts_are_read_as_often_as_random_choices_touch_them() -> None:

@@ -8,7 +8,7 @@ from engine import gguf_writer as w
 from hypothesis import given, strategies as st
 
 from kvcache.core.errors import InputError
-from kvcache.engine.chat import DEFAULT_SYSTEM, Message, encode_chat, end_of_answer, render_chat
+from kvcache.engine.chat import DEFAULT_SYSTEM, Message, encode_chat, end_of_answer
 from kvcache.engine.gguf import GGUF
 from kvcache.engine.smollm2 import load_tokenizer
 from kvcache.engine.tokenizer import BPETokenizer, ByteTokenizer, StreamDecoder, Tokenizer, decode
@@ -141,13 +141,6 @@ def by_template(messages: Turns, *, answer: bool) -> str:
     return out + "<|im_start|>assistant\n" if answer else out
 
 
-@pytest.mark.parametrize("chat", CHATS)
-@pytest.mark.parametrize("answer", [True, False])
-def test_a_chat_is_rendered_as_the_template_says(chat: Turns, answer: bool) -> None:
-    messages = [Message(*m) for m in chat]
-    assert render_chat(messages, answer=answer) == by_template(chat, answer=answer)
-
-
 def test_the_real_file_holds_the_template_that_is_rendered(smollm2_path: Path) -> None:
     with GGUF(smollm2_path) as file:
         template = file.text("tokenizer.chat_template")
@@ -161,14 +154,17 @@ def test_the_real_file_holds_the_template_that_is_rendered(smollm2_path: Path) -
 
 
 @pytest.mark.parametrize("chat", CHATS)
-def test_chat_tokens_spell_the_rendered_chat(tokenizer: Tokenizer, chat: Turns) -> None:
+@pytest.mark.parametrize("answer", [True, False])
+def test_chat_tokens_spell_what_the_template_says(
+    tokenizer: Tokenizer, chat: Turns, answer: bool
+) -> None:
     messages = [Message(*m) for m in chat]
     names = {token: text for text, token in tokenizer.specials.items()}
     spelled = b"".join(
         names[t].encode() if t in names else tokenizer.token_bytes(t)
-        for t in encode_chat(tokenizer, messages).tolist()
+        for t in encode_chat(tokenizer, messages, answer=answer).tolist()
     )
-    assert spelled.decode() == render_chat(messages)
+    assert spelled.decode() == by_template(chat, answer=answer)
 
 
 def test_a_message_cannot_forge_another(tokenizer: Tokenizer) -> None:
@@ -180,9 +176,9 @@ def test_a_message_cannot_forge_another(tokenizer: Tokenizer) -> None:
     ]
 
 
-def test_an_empty_chat_is_refused() -> None:
+def test_an_empty_chat_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InputError, match="at least one message"):
-        render_chat([])
+        encode_chat(tokenizer, [])
 
 
 # ---- hostile metadata --------------------------------------------------------------------------------
