@@ -175,9 +175,8 @@ class ChainScheduler(TierScheduler):
         promise = self._promises.pop(request, None)
         upper = self._upper.plan_load(request, wanted)
         here = np.flatnonzero(upper.slots >= 0)
-        ascent = None
-        if len(here) < len(wanted.items):
-            ascent = self._plan_ascent(promise, wanted, np.flatnonzero(upper.slots < 0))
+        below = self._below(promise, wanted, np.flatnonzero(upper.slots < 0))
+        ascent = self._plan_ascent(promise, wanted, below)
         if promise is not None and ascent is None:
             self._release_lower(promise)
         slots, seconds = upper.slots.copy(), upper.deadline_seconds
@@ -203,11 +202,11 @@ class ChainScheduler(TierScheduler):
             transfer = replace(transfer, lower_rows=ascent.rows, lower=ascent.read)
         missing = int((slots < 0).sum())
         if missing:
-            below = promise is not None and promise.lower is not None
+            crowded = len(below) - (len(ascent.rows) if ascent is not None else 0)
             why = (
-                f"{NO_SPACE}: {missing} of {len(slots)} pages have no slot in the tier above: all are"
+                f"{NO_SPACE}: {crowded} of {len(slots)} pages have no slot in the tier above: all are"
                 " held, or on their way there"
-                if below
+                if crowded
                 else f"BadItem: {missing} of {len(slots)} items are in no tier"
             )
             transfer = replace(transfer, error=why)
@@ -218,7 +217,7 @@ class ChainScheduler(TierScheduler):
         self, promise: ChainPromise | None, wanted: KeyedPages, rows: NDArray[np.intp]
     ) -> Ascent | None:
         """Slots of the upper tier for these items, and a load of the lower one into them."""
-        if promise is None or promise.below is None or promise.lower is None:
+        if promise is None or promise.below is None or not len(rows):
             return None
         items = wanted.items[rows]
         reserved = self._upper.plan_store(KeyedPages(items, wanted.namespaces))
@@ -229,6 +228,25 @@ class ChainScheduler(TierScheduler):
         items["page"] = store.slots
         read = self._lower.plan_load(promise.below.request, KeyedPages(items, wanted.namespaces))
         return Ascent(rows[chosen], read, store)
+
+    def _below(
+        self, promise: ChainPromise | None, wanted: KeyedPages, rows: NDArray[np.intp]
+    ) -> NDArray[np.intp]:
+        """Those of the rows that the lower tier has: for others no page of the upper one is to go."""
+        if promise is None or promise.below is None or promise.lower is None or not len(rows):
+            return rows[:0]
+        items, namespace = wanted.items[rows], promise.below.namespace
+        ours = np.array([name == namespace for name in wanted.namespaces])[items["ns"]]
+        groups = range(len(self._page_bytes))
+        digests = [
+            np.ascontiguousarray(items["digest"][ours & (items["group"] == g)]) for g in groups
+        ]
+        flags = self._lower.holds(RequestKeys(next(self._own), namespace, digests))
+        if flags is not None:
+            for g in groups:
+                ours[ours & (items["group"] == g)] = flags[g] == 1
+        below: NDArray[np.intp] = rows[ours]
+        return below
 
     def _touch_below(self, wanted: KeyedPages, rows: NDArray[np.intp]) -> None:
         """What is in use above must not be the oldest below, and go from there first."""

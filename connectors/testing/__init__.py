@@ -2,7 +2,7 @@
 
 from kvcache.connectors.testing.contract import CONTRACT, POOL_RULES
 from kvcache.connectors.testing.events import Follower
-from kvcache.connectors.testing.faults import Faults, FaultyWorker, with_faults
+from kvcache.connectors.testing.faults import FAULT_KINDS, Faults, FaultyWorker, with_faults
 from kvcache.connectors.testing.harness import (
     ContractError,
     Device,
@@ -18,10 +18,11 @@ from kvcache.connectors.testing.harness import (
     rig,
 )
 from kvcache.connectors.testing.oracle import OracleTier
-from kvcache.connectors.testing.randomized import RandomRun
+from kvcache.connectors.testing.randomized import RandomRun, under_fault
 
 __all__ = [
     "CONTRACT",
+    "FAULT_KINDS",
     "POOL_RULES",
     "ContractError",
     "Device",
@@ -40,5 +41,6 @@ __all__ = [
     "digest",
     "expect",
     "rig",
+    "under_fault",
     "with_faults",
 ]

@@ -39,7 +39,7 @@ from kvcache.connectors.testing.harness import (
     rig,
 )
 from kvcache.connectors.testing.lookups import LOOKUP_RULES
-from kvcache.connectors.testing.randomized import ten_thousand_random_operations
+from kvcache.connectors.testing.randomized import FAULT_RULES, ten_thousand_random_operations
 from kvcache.connectors.testing.ranks import RANK_RULES
 from kvcache.core.errors import ConfigError, MisuseError
 from kvcache.core.hashing import NATIVE_NAMESPACE
@@ -295,6 +295,7 @@ POOL_RULES: tuple[Callable[[Factory], None], ...] = (
     the_fill_is_what_was_stored,
     the_oldest_is_evicted_first,
     ten_thousand_random_operations,
+    *FAULT_RULES,
 )
 """For one pool of slots in one order of age."""
 

@@ -1,14 +1,14 @@
 """Fault injection: a worker that wraps a real one and spoils its results, the same way each time.
 
-The wrapped worker moves real bytes; what happens to a transfer follows from the seed and the
-transfer's id alone, never from timing.
+The wrapped worker moves real bytes; what happens to a transfer follows from the seed, the transfer's
+id, and how many were submitted before it, never from timing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,7 +31,9 @@ class Faults:
     """Probabilities, each per transfer, `fail_item` per item."""
 
     fail_item: float = 0.0
-    """The item is reported as failed; a load's page is overwritten first, as a torn copy would."""
+    """The item is reported as failed. What a load's page has then is unknown: here the right bytes."""
+    corrupt: float = 0.0
+    """As that, for each item of a load, and its page is overwritten: a torn copy, or damaged bytes."""
     late: float = 0.0
     """A late result comes before the final one."""
     duplicate: float = 0.0
@@ -42,6 +44,26 @@ class Faults:
     """`submit` says that the queue is full."""
     refuse_by_raising: float = 0.0
     """`submit` raises."""
+    reorder: bool = False
+    """Results come in random order."""
+    hang_after: int | None = None
+    """After so many transfers nothing more is heard, until `recover`; what it takes is bounded."""
+    die_after: int | None = None
+    """After so many transfers `submit` raises, and what was in flight never ends."""
+
+
+FAULT_KINDS: Mapping[str, Faults] = {
+    "delay": Faults(late=0.5),
+    "drop": Faults(drop=0.3),
+    "duplicate": Faults(duplicate=0.5),
+    "reorder": Faults(reorder=True),
+    "corrupt": Faults(corrupt=0.3),
+    "partial": Faults(fail_item=0.3),
+    "full": Faults(refuse=0.4),
+    "hang": Faults(hang_after=20),
+    "death": Faults(die_after=20),
+}
+"""One fault each, often enough that some hundred operations meet it many times."""
 
 
 class FaultyWorker(TierWorker):
@@ -63,6 +85,18 @@ class FaultyWorker(TierWorker):
         self._waiting: list[TransferResult] = []
         self._ready: list[TransferResult] = []
         self.dropped: list[TransferResult] = []
+        self._taken = 0
+        self._recovered = False
+
+    @property
+    def dead(self) -> bool:
+        """Nothing is heard any more, ever."""
+        return self._faults.die_after is not None and self._taken >= self._faults.die_after
+
+    @property
+    def _silent(self) -> bool:
+        after = self._faults.hang_after
+        return self.dead or (after is not None and self._taken >= after and not self._recovered)
 
     def register(self, regions: Sequence[PageRegion]) -> None:
         """Passed on; kept, to spoil pages of failed loads."""
@@ -72,6 +106,8 @@ class FaultyWorker(TierWorker):
     def submit(self, transfer: Transfer) -> bool:
         """May refuse or raise; nothing is taken then."""
         chance = self._chance(transfer.id, "submit")
+        if self.dead:
+            raise ConnectionError(f"injected: nobody is there to take transfer {transfer.id}")
         if chance.random() < self._faults.refuse_by_raising:
             raise OSError(f"injected: transfer {transfer.id} was not taken")
         if chance.random() < self._faults.refuse:
@@ -88,6 +124,7 @@ class FaultyWorker(TierWorker):
 
     def _note(self, transfer: Transfer, *, taken: bool) -> bool:
         if taken:
+            self._taken += 1
             self._open[transfer.id] = transfer
         return taken
 
@@ -102,6 +139,8 @@ class FaultyWorker(TierWorker):
 
     def wait(self, timeout_seconds: float) -> bool:
         """True if `poll` has something."""
+        if self._silent:
+            return False
         if self._hold or self._ready or self._waiting:
             return bool(self._ready or (self._waiting and not self._hold))
         return self._inner.wait(timeout_seconds)
@@ -132,22 +171,28 @@ class FaultyWorker(TierWorker):
     def settle(self) -> None:
         """Wait until the wrapped worker has ended every transfer that it took."""
         self._pull()
-        while self._open:
+        while self._open and not self._silent:
             if not self._inner.wait(SETTLE_SECONDS):
                 raise TimeoutError(f"transfers {sorted(self._open)} did not end")
             self._pull()
 
     def deliver(self, count: int | None = None) -> int:
         """Settle, then let `count` held results through, all by default, by age of the transfer."""
+        if self._silent:
+            return 0
         self.settle()
         self._waiting.sort(key=lambda result: result.id)  # the thread's order depends on timing
+        if self._faults.reorder:
+            order = {r.id: self._chance(r.id, "order").random() for r in self._waiting}
+            self._waiting.sort(key=lambda result: order[result.id])
         chosen = self._waiting[:count]
         del self._waiting[: len(chosen)]
         self._ready += chosen
         return len(chosen)
 
     def recover(self) -> None:
-        """Let results through that were dropped."""
+        """Let results through that were dropped; who hangs goes on. The dead stay dead."""
+        self._recovered = True
         self._ready += self.dropped
         self.dropped.clear()
 
@@ -157,6 +202,8 @@ class FaultyWorker(TierWorker):
         return random.Random(f"{self._seed}/{transfer_id}/{what}")
 
     def _pull(self) -> None:
+        if self._silent:
+            return
         for result in self._inner.poll():
             if result.late or result.id not in self._open:
                 self._waiting.append(result)
@@ -178,18 +225,21 @@ class FaultyWorker(TierWorker):
     def _spoil(
         self, transfer: Transfer, result: TransferResult, chance: random.Random
     ) -> TransferResult:
-        bad = [i for i in range(len(result.ok)) if chance.random() < self._faults.fail_item]
-        if not bad:
+        items = range(len(result.ok))
+        failing = [i for i in items if chance.random() < self._faults.fail_item]
+        torn = [i for i in items if chance.random() < self._faults.corrupt]
+        if transfer.direction is Direction.STORE:
+            torn = []
+        if not (failing or torn):
             return result
         ok = result.ok.copy()
-        ok[bad] = 0
-        if transfer.direction is Direction.LOAD:
-            for i in bad:
-                region = self._regions[transfer.groups[i]]
-                offset = int(transfer.pages[i]) * region.step_bytes
-                for address in (a for copies in region.places for a in copies):
-                    ctypes.memset(address + offset, SCRIBBLE, region.part_bytes)
-        return replace(result, ok=ok, error=f"Injected: {len(bad)} items failed")
+        ok[failing] = ok[torn] = 0
+        for i in torn:
+            region = self._regions[transfer.groups[i]]
+            offset = int(transfer.pages[i]) * region.step_bytes
+            for address in (a for copies in region.places for a in copies):
+                ctypes.memset(address + offset, SCRIBBLE, region.part_bytes)
+        return replace(result, ok=ok, error=f"Injected: {int((ok == 0).sum())} items failed")
 
 
 def with_faults(

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from kvcache.connectors.base import QUEUE_FULL, Connector, Direction, Transfer, failed
+from kvcache.connectors.base import (
+    QUEUE_FULL,
+    Connector,
+    Direction,
+    TierWorker,
+    Transfer,
+    failed,
+)
 from kvcache.connectors.testing.events import Follower
-from kvcache.connectors.testing.faults import Faults, with_faults
+from kvcache.connectors.testing.faults import FAULT_KINDS, Faults, with_faults
 from kvcache.connectors.testing.harness import Factory, Key, Rig, Setup, chain, expect
 from kvcache.connectors.testing.oracle import OracleTier
 from kvcache.core.hashing import NATIVE_NAMESPACE
 
 OPERATIONS = 10_000
 REQUESTS = 4
+FAULT_OPERATIONS = 1_000
+MIXED = Faults(
+    fail_item=0.05, corrupt=0.05, late=0.1, duplicate=0.1, drop=0.05, refuse=0.1, reorder=True
+)
 ENOUGH_PAGES = 24
 """Device pages that one operation may need, of each group."""
 
@@ -34,13 +45,25 @@ class RandomRun:
 
     The worker moves real bytes; `FaultyWorker` spoils its results and keeps them until the run
     asks for them, so that the same seed gives the same run.
+
+    Args:
+        faults: those that it injects; by default a little of most.
+        around: what a connector puts around the worker of another one: the faults come from inside.
     """
 
-    def __init__(self, factory: Factory, seed: int) -> None:
+    def __init__(
+        self,
+        factory: Factory,
+        seed: int,
+        faults: Faults = MIXED,
+        around: Callable[[TierWorker], TierWorker] | None = None,
+    ) -> None:
         self.random = random.Random(seed)
         setup = Setup(queue_depth=8, events=True)
-        faults = Faults(fail_item=0.05, late=0.1, duplicate=0.1, drop=0.05, refuse=0.1)
         connector, self.worker = with_faults(factory(setup), faults, seed=seed, hold=True)
+        if around is not None:
+            outer = around(self.worker)
+            connector = Connector(connector.name, connector.scheduler, outer, connector.medium)
 
         def ready(_: Setup) -> Connector:
             return connector
@@ -49,6 +72,7 @@ class RandomRun:
         self.oracle: OracleTier[Key] = OracleTier(setup.pages)
         self.follower = Follower()
         self.flights: dict[int, _Flight] = {}
+        self._given_up: set[int] = set()
         self.asked: dict[int, list[Key]] = {}
         self.chains = [
             [chain(name, 12, group, space) for group in range(2)]
@@ -60,7 +84,7 @@ class RandomRun:
         """One operation, then every invariant."""
         operations = (self.look_up, self.load, self.store, self.release, self.deliver)
         operation = self.random.choices(operations, weights=(4, 3, 4, 1, 3))[0]
-        if min(len(free) for free in self.rig.device.free) < ENOUGH_PAGES:
+        if self.scarce:
             self.worker.recover()
             operation = self.deliver
         operation()
@@ -69,6 +93,11 @@ class RandomRun:
         expect(self.rig.pinned() == pinned, f"{self.rig.pinned()} pages are pinned, not {pinned}")
         if self.rig.scheduler.reports_events and self.random.random() < 0.5:
             self.follow()
+
+    @property
+    def scarce(self) -> bool:
+        """Whether one more operation may need device pages that there are not: all wait for results."""
+        return min(len(free) for free in self.rig.device.free) < ENOUGH_PAGES
 
     def follow(self) -> None:
         """The events so far lead to the keys that the oracle has."""
@@ -82,13 +111,15 @@ class RandomRun:
         expect(told == there, f"events told {told} keys, there are {there}")
 
     def finish(self) -> None:
-        """Everything that is in flight ends; nothing stays pinned."""
-        while self.flights:
+        """Everything that is in flight ends; nothing stays pinned but for what the dead had taken."""
+        while self.flights and not self.worker.dead:
             self.worker.recover()
             self.deliver()
         for request in list(self.oracle.promises):
             self._release(request)
-        expect(self.rig.pinned() == 0, "pages are pinned though nothing is in flight")
+        lost = sum(map(len, self.oracle.held)) + sum(map(len, self.oracle.storing))
+        expect(not lost or self.flights, "the run lost count of its own transfers")
+        expect(self.rig.pinned() == lost, "pages are pinned though nothing is in flight")
         self.rig.scheduler.check()
         self.rig.worker.close()
 
@@ -146,15 +177,28 @@ class RandomRun:
     def _submit(self, flight: _Flight) -> None:
         transfer = flight.transfer
         self.flights[transfer.id] = flight
-        if not self.worker.submit(transfer):
-            result = failed(transfer, f"{QUEUE_FULL}: refused")
-            self.rig.scheduler.complete(result)
+        try:
+            error = "" if self.rig.worker.submit(transfer) else f"{QUEUE_FULL}: refused"
+        except OSError as fault:
+            error = f"{type(fault).__name__}: {fault}"
+        if error:
+            self.rig.scheduler.complete(failed(transfer, error))
             self._end(transfer.id, [0] * len(flight.keys))
+        if self.worker.dead:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """What nothing is heard of is late, for ever."""
+        for number, flight in self.flights.items():
+            if number not in self._given_up:
+                self._given_up.add(number)
+                result = failed(flight.transfer, "Silent: nothing is heard of it")
+                self.rig.scheduler.complete(replace(result, late=True))
 
     def deliver(self) -> None:
         """Some of the results that are there."""
         self.worker.deliver(self.random.randint(1, 6))
-        for result in self.worker.poll():
+        for result in self.rig.worker.poll():
             self.rig.scheduler.complete(result)
             if not result.late:
                 self._end(result.id, result.ok.tolist())
@@ -176,7 +220,47 @@ class RandomRun:
 
 def ten_thousand_random_operations(factory: Factory, seed: int = 0) -> None:
     """The tier answers as the oracle does, and every byte loaded is right."""
-    run = RandomRun(factory, seed)
-    for _ in range(OPERATIONS):
+    _run(RandomRun(factory, seed), OPERATIONS)
+
+
+def under_fault(
+    factory: Factory,
+    kind: str,
+    seed: int = 0,
+    *,
+    around: Callable[[TierWorker], TierWorker] | None = None,
+    operations: int = FAULT_OPERATIONS,
+) -> None:
+    """The same with one fault alone, many times.
+
+    Args:
+        factory: makes the connector.
+        kind: a key of `FAULT_KINDS`.
+        seed: another one, another run.
+        around: as for `RandomRun`.
+        operations: so many.
+
+    Raises:
+        ContractError: an answer that is not the oracle's, wrong bytes, pages held for nobody.
+    """
+    _run(RandomRun(factory, seed, FAULT_KINDS[kind], around), operations)
+
+
+def _rule(kind: str) -> Callable[[Factory], None]:
+    def rule(factory: Factory) -> None:
+        under_fault(factory, kind)
+
+    rule.__name__ = f"{kind}_is_survived"
+    rule.__doc__ = f"A thousand random operations under `FAULT_KINDS[{kind!r}]`."
+    return rule
+
+
+FAULT_RULES = tuple(map(_rule, FAULT_KINDS))
+
+
+def _run(run: RandomRun, operations: int) -> None:
+    for _ in range(operations):
+        if run.worker.dead and run.scarce:
+            break
         run.step()
     run.finish()

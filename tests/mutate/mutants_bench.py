@@ -71,7 +71,7 @@ BENCH = [
     Mutant(
         "an answer that was cut short needs no end mark",
         "kvcache/engine/chat.py",
-        "close = () if ended else (tokenizer.specials[END],)",
+        "close = () if ended else (_special(tokenizer, END),)",
         "close: tuple[int, ...] = ()",
         (CHAT + "a_reply_in_tokens_is_what_the_whole_conversation_encodes_to",),
     ),
