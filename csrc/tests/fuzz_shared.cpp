@@ -81,7 +81,7 @@ class SharedFuzz {
         call("kvc_memory_lock", [&] { return kvc_memory_lock(spite() ? 0 : address, 4096, &error); });
         const auto size = static_cast<int64_t>(bytes_);
         if (call("kvc_shared_format", [&] {
-                return kvc_shared_format(base_, spite() ? tables : size, 2, slots, page_bytes, digests_, where_.seed);
+                return kvc_shared_format(base_, spite() ? all - 1 : size, 2, slots, page_bytes, digests_, where_.seed);
             }) != KVC_OK)
             return false;
         for (int user = 0; user < 2; ++user)
