@@ -211,14 +211,10 @@ def _lookups(bench: OffloadBench, tier: str, folder: Path) -> dict[str, float]:
     pages = -(-bench.tokens // BLOCK_TOKENS)
     rig = Rig(tier, folder, LOOKUP_PAGE_BYTES, pages, bench.seed, spare=4 * LOOKUPS)
     try:
-        first, *again = rig.lookups(bench.tokens, 1 + LOOKUPS)
+        first, *again = rig.lookups(bench.tokens, 1 + LOOKUPS, beside_stores=LOOKUPS)
     finally:
         rig.close()
-    rig = Rig(tier, folder / "beside", LOOKUP_PAGE_BYTES, pages, bench.seed, spare=4 * LOOKUPS)
-    try:
-        _, *beside = rig.lookups(bench.tokens, 1 + LOOKUPS, beside_stores=True)
-    finally:
-        rig.close()
+    again, beside = again[:LOOKUPS], again[LOOKUPS:]
     return {
         "first_seconds": first[0],
         "first_cpu_seconds": first[1],

@@ -108,20 +108,21 @@ class Rig:
         return Seconds(plan_store, store, lookup, plan_load, load, below)
 
     def lookups(
-        self, tokens: int, times: int, *, beside_stores: bool = False
+        self, tokens: int, times: int, *, beside_stores: int = 0
     ) -> list[tuple[float, float]]:
-        """Seconds, and CPU seconds, of `times` lookups of one request, all of it in the tier.
+        """Seconds, and CPU seconds, of lookups of one request, all of it in the tier.
 
         Args:
-            beside_stores: between two of them, two pages of another request are stored.
+            times: of them.
+            beside_stores: further ones; before each, two pages of another request are stored.
         """
         prompt = self._fresh()
         self._store(prompt, self._content())
         self._manager.clear()
         request = self._manager.open(prompt[:tokens])
         seconds = []
-        for turn in range(times):
-            if beside_stores and turn:
+        for turn in range(times + beside_stores):
+            if turn >= times:
                 self._store_others(2)
             begin, cpu = time.perf_counter(), time.thread_time()
             hit = self._offload.lookup(request)

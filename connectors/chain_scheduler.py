@@ -217,8 +217,10 @@ class ChainScheduler(TierScheduler):
         self, promise: ChainPromise | None, wanted: KeyedPages, rows: NDArray[np.intp]
     ) -> Ascent | None:
         """Slots of the upper tier for these items, and a load of the lower one into them."""
-        if promise is None or promise.below is None or not len(rows):
+        if not len(rows):
             return None
+        assert promise is not None
+        assert promise.below is not None  # it has the rows
         items = wanted.items[rows]
         reserved = self._upper.plan_store(KeyedPages(items, wanted.namespaces))
         if reserved is None:

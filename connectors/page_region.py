@@ -25,9 +25,9 @@ class PageRegion:
     parts: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("address", "page_bytes", "pages", "stride_bytes"):
+        for name in ("address", "page_bytes", "stride_bytes"):
             object.__setattr__(self, name, whole(getattr(self, name), f"PageRegion.{name}"))
-        whole(self.pages, "PageRegion.pages", most=2**31 - 1)
+        object.__setattr__(self, "pages", whole(self.pages, "PageRegion.pages", most=2**31 - 1))
         parts = tuple(
             tuple(
                 whole(a, "an address of PageRegion.parts") for a in sequence(part, "a part of it")

@@ -12,7 +12,6 @@
 #include <limits>
 #include <vector>
 
-#include "cores.h"
 #include "error.h"
 #include "kvcache_core.h"
 #include "vector_path.h"
@@ -152,8 +151,7 @@ class Attention {
     void run(int32_t threads) {
         const int64_t bytes = tokens_ * d_.kv_heads * d_.head_dim * 2 * static_cast<int64_t>(sizeof(float));
         const int64_t worth = std::min(static_cast<int64_t>(splits_.size()), bytes / kThreadBytes);
-        if (threads > 1 && worth > 1) threads = std::min(threads, kvc::cores());
-        kvc::work_together(std::min<int64_t>(threads, worth), [this] { work(); });
+        kvc::work_together(kvc::threads_for(worth, threads), [this] { work(); });
         const float* found = found_.data();
         for (int64_t row = 0; row < d_.rows; ++row) {
             const int64_t n = (d_.end[row] - d_.begin[row] + kSplitTokens - 1) / kSplitTokens;

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "copy_stream.h"
-#include "cores.h"
 #include "error.h"
 #include "workers.h"
 
@@ -17,8 +16,7 @@ using kvc::fail;
 using kvc::VectorPath;
 using Longs = long long;
 
-constexpr uint64_t kSlice = uint64_t{1} << 20;        // of one thread at a time
-constexpr uint64_t kThreadBytes = uint64_t{2} << 20;  // a thread more is not worth its start for less (docs/copy.md)
+constexpr uint64_t kSlice = uint64_t{1} << 20;  // of one thread at a time
 // A copy that fits into the caches with its source leaves them warm for who reads it next (docs/copy.md).
 constexpr uint64_t kStreamTotal = uint64_t{512} << 10;
 
@@ -34,9 +32,8 @@ class Copy {
     }
 
     void run(int32_t threads) {
-        const auto worth = static_cast<int64_t>(total_ / kThreadBytes);
-        if (threads > 1 && worth > 1) threads = std::min(threads, kvc::cores());
-        kvc::work_together(std::min<int64_t>(threads, worth), [this] { work(); });
+        kvc::work_together(kvc::threads_for(static_cast<int64_t>(total_) / kvc::kCopyThreadBytes, threads),
+                           [this] { work(); });
     }
 
   private:

@@ -13,8 +13,7 @@ namespace kvc {
 
 namespace {
 
-constexpr int64_t kThreadBytes = int64_t{2} << 20;  // a thread more is not worth its start for less (docs/copy.md)
-constexpr size_t kPiece = 16 * Xxh3::kBlock;        // copied, then read again for the checksum while a cache has it
+constexpr size_t kPiece = 16 * Xxh3::kBlock;  // copied, then read again for the checksum while a cache has it
 
 // Copies a page and leaves the checksum of what is at `to` now, and of the name: a page that belongs to another key, or was
 // replaced on the way, has another one.
@@ -38,9 +37,8 @@ void copy_checked(uint8_t* to, const uint8_t* from, size_t bytes, const uint8_t*
 // `one(i)` for each i < n, each page by one of the threads.
 template <typename One>
 void for_each_page(int64_t n, int64_t page_bytes, int32_t threads, One&& one) {
-    const int64_t worth = n * page_bytes / kThreadBytes;
     std::atomic<int64_t> next = 0;
-    work_together(std::min({int64_t{threads}, worth, n}), [&] {
+    work_together(threads_for(std::min(n, n * page_bytes / kCopyThreadBytes), threads), [&] {
         for (int64_t i = next++; i < n; i = next++) one(i);
     });
 }

@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "cores.h"
 #include "error.h"
 
 namespace kvc {
@@ -16,6 +17,14 @@ constexpr int32_t kMostThreads = 256;  // that a caller may ask for
 inline int32_t check_threads(int32_t threads) {
     if (threads >= 1 && threads <= kMostThreads) return KVC_OK;
     return fail(KVC_E_ARGUMENT, "threads is %d: from 1 to %d", threads, kMostThreads);
+}
+
+constexpr int64_t kCopyThreadBytes = int64_t{2} << 20;  // a thread more is not worth its start for less (docs/copy.md)
+
+// How many threads a call takes that was allowed so many, and is worth so many: no more than there are cores.
+inline int64_t threads_for(int64_t worth, int32_t threads) {
+    worth = std::min<int64_t>(worth, threads);
+    return worth > 1 ? std::min<int64_t>(worth, cores()) : 1;
 }
 
 // Runs `work()`, which must not throw, on so many threads, the caller's among them, and returns when all have ended. Where no

@@ -1,5 +1,4 @@
-// test_nulls: what each kvc_* function says to NULL. Each call runs in a process of its own, so that all that crash are
-// named at once.
+// test_nulls: what each kvc_* function says to NULL. Each call runs in a process of its own: all that crash are named at once.
 #include <sys/wait.h>
 #include <unistd.h>
 

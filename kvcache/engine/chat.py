@@ -45,7 +45,8 @@ def encode_chat(
     `answer`: ends where the assistant's answer begins.
 
     Raises:
-        InputError: no message, a text without a UTF-8 form, or a tokenizer without the special tokens of ChatML.
+        InputError: no message, a text without a UTF-8 form, or a tokenizer without the special
+            tokens of ChatML.
     """
     parts = []
     for special, text in _pieces(messages, answer=answer):

@@ -137,13 +137,8 @@ class Queues:
 
     def preempt(self, request: Request) -> None:
         """Take the pages of a running request; it keeps its tokens and is looked up again."""
-        self.running.remove(request)
-        if self._offload is not None:
-            self._offload.release(request.id)
         computed = request.computed
-        self._manager.preempt(request.id)
-        self._wait_again(request)
-        self.counters.preemptions += 1
+        self._stop(request)
         if self._offload is None or not computed:
             return
         # What it computed last got keys just now: held by their stores, before others take the pages.
@@ -155,24 +150,30 @@ class Queues:
     def drop_loads(self) -> None:
         """Nobody waits for the loads in flight any more: their requests are looked up again."""
         for request in list(self.loading.values()):
-            assert self._offload is not None
             del self.loading[request.id]
             self._wake(request, came=False)
-            self._offload.release(request.id)
-            self._manager.preempt(request.id)
+            self._give_back(request)
             self._wait_again(request)
 
     def forget_pages(self) -> None:
         """What the device's pages hold is not known: nothing there is a hit, everybody waits again."""
         self._manager.clear()  # first: nothing gets a key, or is stored, any more
         for request in list(self.running):
-            self.running.remove(request)
-            if self._offload is not None:
-                self._offload.release(request.id)
-            self._manager.preempt(request.id)
-            self._wait_again(request)
-            self.counters.preemptions += 1
+            self._stop(request)
         self.drop_loads()
+
+    def _stop(self, request: Request) -> None:
+        """It runs no more, and waits without pages."""
+        self.running.remove(request)
+        self._give_back(request)
+        self._wait_again(request)
+        self.counters.preemptions += 1
+
+    def _give_back(self, request: Request) -> None:
+        """Its pages, and what a tier holds for it."""
+        if self._offload is not None:
+            self._offload.release(request.id)
+        self._manager.preempt(request.id)
 
     def _wait_again(self, request: Request) -> None:
         request.lose_pages()

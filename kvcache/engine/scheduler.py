@@ -268,7 +268,7 @@ class Scheduler(Room):
                 self._move_pages()
             except BaseException:
                 if request.status is not Status.DONE:
-                    self._give_back(request)
+                    self._give_back(request)  # it waits on
                 raise
             if request.status is Status.DONE:
                 return 0  # aborted from inside the runner
@@ -282,12 +282,6 @@ class Scheduler(Room):
             self._run(request, grant.hit_tokens, 0)
             return self._commit(batch, request, grant)
         return 0
-
-    def _give_back(self, request: Request) -> None:
-        """It waits on, without the pages of a load that was not started."""
-        assert self._offload is not None
-        self._offload.release(request.id)
-        self._manager.preempt(request.id)
 
     def _candidates(self) -> list[Request]:
         """Who waits, by rank; after a step with too many, beginning where it stopped."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers.pieces import Trusting
 
 from kvcache.connectors import testing
 from kvcache.connectors.base import (
@@ -156,15 +157,6 @@ class Grouped(PoolScheduler):
 
     def take_events(self) -> Any:
         return [e._replace(group=0) for e in super().take_events()]  # type: ignore[union-attr]
-
-
-class Trusting(PoolScheduler):
-    """Believes that every result has a plan."""
-
-    def complete(self, result: TransferResult) -> None:
-        if result.id not in self._plans:
-            raise KeyError(result.id)
-        super().complete(result)
 
 
 class Wrapped(TierWorker):

@@ -135,12 +135,25 @@ def test_a_grant_without_load_ends_the_pins() -> None:
 # ---- what a lookup pins --------------------------------------------------------------------------
 
 
+PROMPT = text(0, 41)
+
+
 def lose_block(e: Engine, handle: int, block: int) -> None:
     """The tier forgets one block of a request."""
     pool = e.offload._scheduler._pools[ATTENTION]  # type: ignore[attr-defined]
     (slot,) = pool.acquire(0, e.manager.group_digests(handle)[ATTENTION][block : block + 1])
     pool.unpublish(slot)
     pool.release(np.array([slot], np.int32))
+
+
+def open_with_a_gap(e: Engine) -> int:
+    """A request whose prompt is in the tier alone, but for the tokens from 12 to 15."""
+    e.serve(PROMPT)
+    assert e.offload.drain(PATIENCE)
+    e.manager.clear()
+    handle = e.open(PROMPT)
+    lose_block(e, handle, 3)
+    return handle
 
 
 def compute_beside(e: Engine, tokens: list[int]) -> None:
@@ -158,11 +171,7 @@ def compute_beside(e: Engine, tokens: list[int]) -> None:
 
 def test_a_lookup_pins_nothing_behind_the_first_gap() -> None:
     with engine() as e:
-        prompt = text(0, 41)
-        e.serve(prompt)
-        e.manager.clear()
-        handle = e.open(prompt)
-        lose_block(e, handle, 3)
+        handle = open_with_a_gap(e)
         for _ in range(3):
             hit = e.offload.lookup(handle)
             assert hit is not None
@@ -177,11 +186,7 @@ def test_a_repeated_lookup_behind_a_gap_does_not_ask_the_index(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with engine() as e:
-        prompt = text(0, 41)
-        e.serve(prompt)
-        e.manager.clear()
-        handle = e.open(prompt)
-        lose_block(e, handle, 3)
+        handle = open_with_a_gap(e)
         e.offload.lookup(handle)
         monkeypatch.delattr(PagePool, "acquire")
         monkeypatch.delattr(PagePool, "present")
@@ -193,13 +198,9 @@ def test_a_repeated_lookup_behind_a_gap_does_not_ask_the_index(
 
 def test_a_gap_that_was_filled_is_seen_by_the_next_lookup() -> None:
     with engine() as e:
-        prompt = text(0, 41)
-        e.serve(prompt)
-        e.manager.clear()
-        waiting = e.open(prompt)
-        lose_block(e, waiting, 3)
+        waiting = open_with_a_gap(e)
         first = e.offload.lookup(waiting)
-        compute_beside(e, prompt[:17])
+        compute_beside(e, PROMPT[:17])
         assert e.offload.drain(PATIENCE)
         e.manager.clear()
         second = e.offload.lookup(waiting)
@@ -213,14 +214,9 @@ def test_a_gap_that_was_filled_is_seen_by_the_next_lookup() -> None:
 def test_a_gap_that_the_device_filled_is_seen_by_the_next_lookup() -> None:
     """Of which the tier knows nothing: what it has behind is part of the hit from then on."""
     with engine(lazy_bytes=1) as e:
-        prompt = text(0, 41)
-        e.serve(prompt)
-        assert e.offload.drain(PATIENCE)
-        e.manager.clear()
-        waiting = e.open(prompt)
-        lose_block(e, waiting, 3)
+        waiting = open_with_a_gap(e)
         hits = [e.offload.lookup(waiting)]
-        compute_beside(e, prompt[:17])
+        compute_beside(e, PROMPT[:17])
         hits.append(e.offload.lookup(waiting))
         assert [hit and hit.hit_tokens for hit in hits] == [12, 40]
         e.close(waiting, "abort")
@@ -231,11 +227,7 @@ def test_a_repeated_lookup_asks_for_the_gap_alone_when_others_have_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with engine() as e:
-        prompt = text(0, 41)
-        e.serve(prompt)
-        e.manager.clear()
-        handle = e.open(prompt)
-        lose_block(e, handle, 3)
+        handle = open_with_a_gap(e)
         e.offload.lookup(handle)
         asked: list[int] = []
         for name in ("acquire", "present"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers.pieces import Trusting, cpu
 
 from kvcache.connectors.base import (
     QUEUE_FULL,
@@ -16,7 +17,6 @@ from kvcache.connectors.base import (
     Transfer,
     TransferResult,
 )
-from kvcache.connectors.cpu import CpuConnector
 from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.connectors.testing import (
     FAULT_KINDS,
@@ -32,16 +32,6 @@ from kvcache.core.errors import KVCacheError
 
 LONG_AGO = 60
 """Transfers: none is in flight for longer unless something is wrong."""
-
-
-def cpu(setup: Setup) -> Connector:
-    return CpuConnector(
-        setup.geometry,
-        pages=setup.pages,
-        queue_depth=setup.queue_depth,
-        deadline_seconds=setup.deadline_seconds,
-        events=setup.events,
-    )
 
 
 # ---- connectors whose author thought of no fault ---------------------------------------------------
@@ -62,15 +52,6 @@ class Impatient(PoolScheduler):
         for number in [n for n in self._plans if n < transfer.id - LONG_AGO]:
             self.drop(replace(transfer, id=number))
         return transfer
-
-
-class Trusting(PoolScheduler):
-    """Every result is of a transfer that is open."""
-
-    def complete(self, result: TransferResult) -> None:
-        if result.id not in self._plans:
-            raise KeyError(result.id)
-        super().complete(result)
 
 
 class InOrder(PoolScheduler):

@@ -16,6 +16,7 @@ from kvcache.connectors.base import (
 )
 from kvcache.connectors.cpu import CpuConnector, CpuWorker, native_copy
 from kvcache.connectors.host_pool import HostPool
+from kvcache.connectors.pool_scheduler import PoolScheduler
 from kvcache.connectors.testing import Setup
 from kvcache.core.layout import Geometry
 from kvcache.core.specs import FullAttention
@@ -32,6 +33,15 @@ def cpu(setup: Setup, **options: Any) -> CpuConnector:
         events=setup.events,
         **options,
     )
+
+
+class Trusting(PoolScheduler):
+    """Believes that every result is of a transfer that is open."""
+
+    def complete(self, result: TransferResult) -> None:
+        if result.id not in self._plans:
+            raise KeyError(result.id)
+        super().complete(result)
 
 
 def one_group(page_bytes: int, block_tokens: int = 1) -> Geometry:
