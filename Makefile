@@ -43,6 +43,9 @@ integration: sanitize  ## what takes longer, or needs heavier environments
 conformance: $(READY) $(VLLM_READY)  ## against real vLLM, in an environment of its own, 3 GB (pytest options: ARGS="...")
 	KVCACHE_REQUIRE=vllm KVCACHE_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) \
 	  $(BIN)/python -m pytest $(VLLM_TESTS) $(ARGS)
+	rm -rf build/wheel && $(BIN)/python -m build --wheel --no-isolation --outdir build/wheel
+	$(VLLM_PIP) install --no-deps --force-reinstall build/wheel/*.whl
+	KVCACHE_REQUIRE=vllm $(VLLM_VENV)/bin/pytest -W default tests/conformance tests/test_conformance.py $(ARGS)
 
 sanitize: sanitize-address sanitize-thread  ## the core's own tests under ASan, UBSan and TSan (longer: SCALE=10)
 

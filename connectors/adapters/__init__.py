@@ -1,0 +1,1 @@
+"""Our tiers inside other engines."""
